@@ -1,0 +1,180 @@
+"""How saved values travel: what changed since the last time, and how to put it back together.
+
+The worker keeps a :class:`Shadow` of what it has sent of each request and sends only what is new: a list that grew by
+one sends one element. The client applies the changes to what it has, without touching what it handed out before, so
+that the values of an earlier step stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, Final
+
+import torch
+
+_IMMUTABLE: Final = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """Replace the value whole."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Change some items of a list and append others."""
+
+    items: dict[int, Change]
+    tail: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Change some entries of a dict and add others."""
+
+    entries: dict[Any, Change]
+
+
+Change = Set | Grow | Merge
+
+
+@dataclass(slots=True)
+class _Leaf:
+    value: Any
+
+
+@dataclass(slots=True)
+class _List:
+    """A list as it was sent; ``nested`` holds the shadows of those items that are containers."""
+
+    values: list[Any]
+    nested: dict[int, _Node] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Dict:
+    entries: dict[Any, _Node]
+
+
+_Node = _Leaf | _List | _Dict
+
+
+class Shadow:
+    """What has been sent of one block's saved values.
+
+    ``mutates`` says that the block changes tensors in place: then a tensor's identity does not tell whether it is
+    still the one that was sent, and tensors are sent again at every step.
+    """
+
+    def __init__(self, *, mutates: bool) -> None:
+        self._mutates = mutates
+        self._names: dict[str, _Node] = {}
+
+    def update(self, saved: Mapping[str, Any]) -> dict[str, Change]:
+        """The changes that turn what was sent into ``saved``, which counts as sent from now on."""
+        changes: dict[str, Change] = {}
+        for name, value in saved.items():
+            node, change = self._diff(self._names.get(name), value)
+            if change is not None:
+                self._names[name] = node
+                changes[name] = change
+        return changes
+
+    def _diff(self, node: _Node | None, value: Any) -> tuple[_Node, Change | None]:
+        if type(value) is list:
+            if isinstance(node, _List) and len(value) >= len(node.values):
+                return node, self._diff_list(node, value)
+        elif type(value) is dict:
+            if isinstance(node, _Dict) and node.entries.keys() <= value.keys():
+                return node, self._diff_dict(node, value)
+        elif isinstance(node, _Leaf) and self._same(node.value, value):
+            return node, None
+        return _shadow(value), Set(value)
+
+    def _diff_list(self, node: _List, value: list[Any]) -> Grow | None:
+        sent = len(node.values)
+        items: dict[int, Change] = {}
+        if self._mutates or not all(map(is_, node.values, value)):
+            for index in range(sent):
+                if index not in node.nested and not self._same(node.values[index], value[index]):
+                    items[index] = Set(value[index])
+                    node.values[index] = value[index]
+                    _note(node, index, value[index])
+        for index, child in list(node.nested.items()):
+            if index in items:
+                continue
+            node.nested[index], change = self._diff(child, value[index])
+            node.values[index] = value[index]
+            if change is not None:
+                items[index] = change
+        tail = value[sent:]
+        for index, item in enumerate(tail, sent):
+            node.values.append(item)
+            _note(node, index, item)
+        return Grow(items, tail) if items or tail else None
+
+    def _diff_dict(self, node: _Dict, value: dict[Any, Any]) -> Merge | None:
+        entries: dict[Any, Change] = {}
+        for key, item in value.items():
+            node.entries[key], change = self._diff(node.entries.get(key), item)
+            if change is not None:
+                entries[key] = change
+        return Merge(entries) if entries else None
+
+    def _same(self, sent: Any, value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return sent is value and not self._mutates
+        if isinstance(value, _IMMUTABLE):
+            return sent is value or (type(sent) is type(value) and bool(sent == value))
+        if type(value) is tuple:
+            return type(sent) is tuple and len(sent) == len(value) and all(map(self._same, sent, value))
+        return False  # a set, an array, an object of the user's: nothing tells whether it changed
+
+
+def _shadow(value: Any) -> _Node:
+    if type(value) is list:
+        node = _List(list(value))
+        for index, item in enumerate(value):
+            _note(node, index, item)
+        return node
+    if type(value) is dict:
+        return _Dict({key: _shadow(item) for key, item in value.items()})
+    return _Leaf(value)
+
+
+def _note(node: _List, index: int, item: Any) -> None:
+    """Remember that an item needs a look of its own at every step."""
+    if type(item) is list or type(item) is dict:
+        node.nested[index] = _shadow(item)
+    else:
+        node.nested.pop(index, None)
+        if not isinstance(item, (torch.Tensor, tuple, *_IMMUTABLE)):
+            node.nested[index] = _Leaf(item)
+
+
+def apply(values: Mapping[str, Any], changes: Mapping[str, Change]) -> dict[str, Any]:
+    """``values`` with ``changes`` made, as new containers: nothing in ``values`` is altered."""
+    result = dict(values)
+    for name, change in changes.items():
+        result[name] = _apply(result.get(name), change)
+    return result
+
+
+def _apply(value: Any, change: Change) -> Any:
+    match change:
+        case Set(new):
+            return new
+        case Grow(items, tail):
+            grown = [*value, *tail]
+            for index, item in items.items():
+                grown[index] = _apply(grown[index], item)
+            return grown
+        case Merge(entries):
+            merged = dict(value)
+            for key, item in entries.items():
+                merged[key] = _apply(merged.get(key), item)
+            return merged

@@ -1,0 +1,266 @@
+"""One invoke: one prompt with its block, one vLLM request, one coroutine.
+
+Two streams come in for it, each in order: vLLM's outputs, and the worker's entries. The output with ``k + 1`` tokens
+and the entry of step ``k`` belong together; whichever is first waits for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+
+from nnsight_async import changes, wire
+from nnsight_async.client.output import StepOutput
+from nnsight_async.errors import ClosedError, EngineError, NnsightAsyncError, PromptError
+from nnsight_async.protocol import BlockState, Entry
+from nnsight_async.saving import RESULT
+
+if TYPE_CHECKING:
+    from nnsight_async.client.connection import Connection
+
+
+@dataclass
+class Sequence:
+    """One of the ``n`` sequences of an invoke, as far as it has come."""
+
+    index: int
+    internal_id: str
+    step: int = -1
+    saves: dict[str, Any] = field(default_factory=dict)
+    state: BlockState | None = None
+    where: str = ""
+    ended: bool = False
+    waiting_outputs: deque[tuple[int, RequestOutput]] = field(default_factory=deque)
+    waiting_entries: dict[int, tuple[Entry, memoryview]] = field(default_factory=dict)
+    completion: CompletionOutput | None = None
+    final: tuple[Entry, memoryview] | None = None
+
+    @property
+    def wants_result(self) -> bool:
+        """Whether the block waits for the request's result, and has not been given it."""
+        return self.state is BlockState.WANTS_RESULT and self.final is None
+
+
+class Invoke:
+    """The coroutine that manages one request, and what has come of it.
+
+    ``emit`` is called on the engine's loop with each joined output, as it comes.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        prompt: Any,
+        params: SamplingParams,
+        traced: bool,
+        resolve: wire.Resolve,
+        emit: Callable[[StepOutput], None],
+    ) -> None:
+        self.number = number
+        self.prompt = prompt
+        self.params = params
+        self.traced = traced
+        self.error: BaseException | None = None
+        self.output: StepOutput | None = None
+        self.sequences: dict[int, Sequence] = {}
+        self.cut_short: list[str] = []
+        self._by_id: dict[str, Sequence] = {}
+        self._resolve = resolve
+        self._emit = emit
+        self._over = asyncio.Event()
+        self._final = asyncio.Event()
+        self._connection: Connection | None = None
+        self._internal_id: str | None = None
+
+    async def run(self, connection: Connection) -> None:
+        """Submit the request and stay until it is over; the error, if any, is kept in ``error``."""
+        self._connection = connection
+        try:
+            try:
+                self._internal_id = await connection.submit(self)
+                await self._over.wait()
+                if self.error is None:
+                    await self._finish()
+            except asyncio.CancelledError:
+                self.error = self.error or ClosedError("the request was closed before it was over")
+                raise
+            except NnsightAsyncError as error:
+                self.error = error
+            except Exception as error:
+                self.error = _engine_error(error)
+        finally:
+            # A cancel must not keep the engine from hearing of it.
+            await asyncio.shield(connection.forget(self))
+
+    @property
+    def over(self) -> bool:
+        """Whether the request has ended."""
+        return self._over.is_set()
+
+    @property
+    def internal_id(self) -> str | None:
+        """The id under which the engine knows the request, once it is submitted."""
+        return self._internal_id
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """The ids under which the worker knows the request's sequences."""
+        return list(self._by_id)
+
+    @property
+    def saves(self) -> dict[str, Any]:
+        """The saved names: each one's value, or with ``n > 1`` the list of the sequences' values."""
+        ordered = [self.sequences[index] for index in sorted(self.sequences)]
+        if self.params.n == 1:
+            return ordered[0].saves if ordered else {}
+        names = dict.fromkeys(name for sequence in ordered for name in sequence.saves)
+        return {name: [s.saves[name] for s in ordered if name in s.saves] for name in names}
+
+    # The two streams in; called on the engine's loop.
+
+    def registered(self, internal_id: str, index: int) -> None:
+        """Learn the worker's id of a sequence."""
+        self.sequences[index] = self._by_id[internal_id] = Sequence(index, internal_id)
+        if self.traced and self._connection is not None:
+            self._connection.mailbox.receivers[internal_id] = self
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Take in vLLM's output, or the error that ended the engine."""
+        if isinstance(output, Exception):
+            self._fail(_engine_error(output))
+            return
+        for completion in output.outputs:
+            sequence = self.sequences[completion.index]
+            sequence.waiting_outputs.append((len(completion.token_ids) - 1, output))
+            self._join(sequence)
+
+    def receive(self, entry: Entry, slab: memoryview) -> None:
+        """Take in the worker's entry of a step."""
+        sequence = self._by_id[entry.request]
+        if entry.final:
+            sequence.final = (entry, slab)
+            if not any(s.wants_result for s in self.sequences.values()):
+                self._final.set()
+            return
+        sequence.waiting_entries[entry.step] = (entry, slab)
+        self._join(sequence)
+
+    def _join(self, sequence: Sequence) -> None:
+        while sequence.waiting_outputs and not self._over.is_set():
+            step, output = sequence.waiting_outputs[0]
+            if self.traced and step > sequence.step:
+                if step not in sequence.waiting_entries:
+                    return
+                for passed in range(sequence.step + 1, step + 1):
+                    self._take(sequence, *sequence.waiting_entries.pop(passed))
+                    if self.error is not None:
+                        return
+            sequence.waiting_outputs.popleft()
+            sequence.step = max(step, sequence.step)
+            self._output(sequence, step, output)
+
+    def _take(self, sequence: Sequence, entry: Entry, slab: memoryview) -> None:
+        sequence.state, sequence.where = entry.state, entry.where
+        try:
+            if entry.changes:
+                changed = wire.loads(entry.changes, slab, self._resolve)
+                sequence.saves = changes.apply(sequence.saves, changed)
+        except Exception as error:
+            self._fail(NnsightAsyncError(f"what the block saved could not be read: {type(error).__name__}: {error}"))
+            return
+        if entry.error:
+            self._fail(pickle.loads(entry.error).to_exception(self.number))
+
+    def _output(self, sequence: Sequence, step: int, output: RequestOutput) -> None:
+        completion = next(c for c in output.outputs if c.index == sequence.index)
+        sequence.completion = completion
+        joined = StepOutput.of(
+            output, invoke=self.number, step=step, sequence=sequence.index, saves=_without_result(sequence.saves)
+        )
+        if completion.finish_reason is not None:
+            sequence.ended = True
+            if completion.finish_reason == "abort" and self.error is None:
+                self.error = ClosedError("the request was closed before it was over")
+        if all(s.ended for s in self.sequences.values()):
+            self.output = joined  # emitted by _finish, with what is saved at the very end
+            self._over.set()
+        else:
+            self._emit(joined)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self._over.set()
+        self._final.set()
+
+    # The end.
+
+    async def _finish(self) -> None:
+        """Put the result where the block wants it, note loops that were cut short, emit the last output."""
+        assert self.output is not None
+        assert self._connection is not None
+        result = self._result(self.output)
+        waiting = [s for s in self.sequences.values() if s.wants_result]
+        if waiting:
+            data = cloudpickle.dumps(result)
+            for sequence in waiting:
+                await self._connection.send_result(sequence.internal_id, data)
+            await self._final.wait()
+            for sequence in waiting:
+                assert sequence.final is not None
+                self._take(sequence, *sequence.final)
+        for sequence in self.sequences.values():
+            if sequence.state is BlockState.LOOPING:
+                self.cut_short.append(sequence.where)
+            sequence.saves = {name: _with_result(value, result) for name, value in sequence.saves.items()}
+        last = self.sequences[self.output.sequence]
+        self.output.saves = last.saves
+        if self.error is not None:
+            return
+        if self.params.n > 1:
+            self.output.outputs = result.outputs
+        self._emit(self.output)
+
+    def _result(self, last: RequestOutput) -> RequestOutput:
+        """The request's own RequestOutput, with the completions of all its sequences."""
+        result = RequestOutput.__new__(RequestOutput)
+        result.__dict__.update({k: v for k, v in last.__dict__.items() if k not in StepOutput.__annotations__})
+        completions = [s.completion for _, s in sorted(self.sequences.items())]
+        result.outputs = [completion for completion in completions if completion is not None]
+        return result
+
+
+def _with_result(value: Any, result: RequestOutput) -> Any:
+    """``value`` with the result where the block saved it, in containers too."""
+    if value is RESULT:
+        return result
+    if type(value) is list:
+        return [_with_result(item, result) for item in value]
+    if type(value) is tuple:
+        return tuple(_with_result(item, result) for item in value)
+    if type(value) is dict:
+        return {key: _with_result(item, result) for key, item in value.items()}
+    return value
+
+
+def _without_result(saves: dict[str, Any]) -> dict[str, Any]:
+    """The saves of a step before the last: the result is not there yet."""
+    return {name: value for name, value in saves.items() if value is not RESULT}
+
+
+def _engine_error(error: BaseException) -> NnsightAsyncError:
+    if isinstance(error, NnsightAsyncError):
+        return error
+    kind: type[NnsightAsyncError] = EngineError
+    if isinstance(error, ValueError):  # vLLM refuses a request with one, its prompt's length among the reasons
+        kind = PromptError
+    wrapped = kind(str(error) or type(error).__name__)
+    wrapped.__cause__ = error
+    return wrapped

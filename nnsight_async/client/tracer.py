@@ -1,0 +1,327 @@
+"""``model.trace(...)``: the context manager that takes a block in, and the tracer that it hands out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import uuid
+from collections.abc import Awaitable, Mapping
+from concurrent.futures import Future
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import msgspec
+
+from nnsight_async.client.invoke import Invoke
+from nnsight_async.client.output import StepOutput
+from nnsight_async.client.sampling import check_settings, make_params, make_prompt
+from nnsight_async.client.stream import CutShort, Stream
+from nnsight_async.errors import (
+    ArgumentError,
+    CaptureError,
+    OutsideBlockError,
+    UnsupportedError,
+)
+from nnsight_async.protocol import EXTRA_ARG, Traced
+from nnsight_async.saving import RESULT
+from nnsight_async.tracing import BodySkip, collect, dumps, find_block, make_program, write_back
+from nnsight_async.tree import ModuleRef
+
+if TYPE_CHECKING:
+    from nnsight_async.model import VLLM
+
+
+class _Block:
+    """A block being taken in: from ``enter``, in the frame of its ``with``, to ``leave``, when it has been skipped."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame = frame
+        self._source = find_block(frame)
+        self._program = make_program(self._source)
+        self._skip = BodySkip(frame, self._source)
+
+    def arm(self) -> None:
+        """Have the interpreter skip the body; the last thing done on entering."""
+        self._skip.arm()
+
+    def leave(self, exc_type: type[BaseException] | None, exc: BaseException | None) -> bool:
+        """Whether the body was skipped (or was empty), and not left by an exception of its own."""
+        return self._skip.disarm(exc_type, exc) or exc is None
+
+    def message(self, tracer: Tracer) -> bytes:
+        """The block as it travels, with the values it reads as they are now."""
+        program = self._program
+        values = dumps(collect(self._frame, program.reads), tracer._reference)
+        return msgspec.msgpack.encode(Traced(msgspec.msgpack.encode(program), program.digest, values))
+
+
+class Tracer:
+    """One trace: one prompt with its block, or several of them opened with :meth:`invoke`.
+
+    Use it as ``with model.trace(prompt, **sampling) as tracer:``. The body is not run here but in the worker, beside
+    the forward pass. Without a prompt the body is run here, and opens the invokes::
+
+        with model.trace(temperature=0.0) as tracer:
+            for prompt in prompts:
+                with tracer.invoke(prompt):
+                    token = model.logits.argmax(-1).save()
+
+    When the block is left, the sync form waits for the requests and puts the saved names into the caller's frame: a
+    name saved in several invokes as the list of its values in invoke order, a name saved in one as its value. The async
+    form goes on at once, and :attr:`backend` streams; ``async with`` waits at its end and writes back as well.
+    """
+
+    def __init__(self, model: VLLM, prompt: Any, settings: Mapping[str, Any]) -> None:
+        self._model = model
+        self._settings = check_settings(settings)
+        make_params(self._settings, None)  # a bad value is told here, not after the block
+        self._prompt = None if prompt is None else make_prompt(prompt)
+        self._frame: FrameType | None = None
+        self._block: _Block | None = None
+        self._invokes: list[Invoke] = []
+        self._stream: Stream | None = None
+        self._done: Future[None] | None = None
+        self._entered = False
+
+    # Opening and leaving.
+
+    def __enter__(self) -> Self:
+        self._enter(sys._getframe(1))
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> bool:
+        if not self._leave(exc_type, exc):
+            return False
+        self._submit()
+        if self._model.mode == "sync":
+            assert self._done is not None
+            self._wait_here(self._done)
+            self._finish()
+        self._frame = None
+        return True
+
+    def __aenter__(self) -> Awaitable[Self]:
+        frame = sys._getframe(1)  # taken now: in a coroutine it would be the event loop's
+
+        async def enter() -> Self:
+            if self._model.mode != "async":
+                raise UnsupportedError('`async with model.trace(...)` needs VLLM(..., mode="async"); use `with` here')
+            self._enter(frame)
+            return self
+
+        return enter()
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> bool:
+        if not self._leave(exc_type, exc):
+            return False
+        self._submit()
+        assert self._done is not None
+        try:
+            await asyncio.wrap_future(self._done)
+        except asyncio.CancelledError:
+            await self._close()
+            raise
+        self._finish()
+        self._frame = None
+        return True
+
+    def _enter(self, frame: FrameType) -> None:
+        if self._entered:
+            raise ArgumentError("a trace is opened once: call model.trace(...) again for another")
+        self._entered = True
+        self._frame = frame
+        if self._prompt is not None:
+            self._block = _Block(frame)
+            self._block.arm()
+
+    def _leave(self, exc_type: type[BaseException] | None, exc: BaseException | None) -> bool:
+        if self._block is not None:
+            if not self._block.leave(exc_type, exc):
+                return False
+            self._add(self._prompt, self._settings, self._block)
+            self._block = None
+            return True
+        if isinstance(exc, AttributeError) and exc.name == "save":
+            raise OutsideBlockError(
+                "save() has a meaning only in a block, and the body of a trace without a prompt is none: "
+                "save inside `with tracer.invoke(...):`"
+            ) from exc
+        return exc is None
+
+    # Invokes.
+
+    def invoke(self, prompt: Any, **settings: Any) -> InvokeContext:
+        """Open one more prompt with a block of its own: ``with tracer.invoke(prompt, **sampling):``.
+
+        Args:
+            prompt: one prompt, in any of the forms that :meth:`VLLM.trace` takes.
+            settings: sampling settings of this invoke; they win over the trace's.
+
+        Raises:
+            ArgumentError: a misspelled setting, or the trace has a prompt itself.
+            PromptError: the prompt is empty, or several.
+        """
+        if self._prompt is not None:
+            raise ArgumentError(
+                "this trace has a prompt, so its body is a block: open invokes in `with model.trace() as tracer:`"
+            )
+        if not self._entered or self._stream is not None:
+            raise ArgumentError("tracer.invoke is opened inside `with model.trace() as tracer:`")
+        return InvokeContext(self, make_prompt(prompt), {**self._settings, **check_settings(settings)})
+
+    def _add(self, prompt: Any, settings: Mapping[str, Any], block: _Block) -> None:
+        params = make_params(settings, {EXTRA_ARG: block.message(self)})
+        # Salted, so that what an edited request leaves in the prefix cache is found by nobody.
+        salted = {**prompt, "cache_salt": uuid.uuid4().hex}
+        self._invokes.append(Invoke(len(self._invokes), salted, params, True, self._resolve, self._emit))
+
+    def _submit(self) -> None:
+        if not self._invokes:
+            raise ArgumentError(
+                "the trace has no prompt: write model.trace(prompt), or open `with tracer.invoke(prompt):` in it"
+            )
+        self._stream = Stream(len(self._invokes), self._close)
+        self._done = self._model._connection.loop.submit(self._run())
+
+    # On the engine's loop.
+
+    async def _run(self) -> None:
+        await asyncio.gather(*(self._run_invoke(invoke) for invoke in self._invokes))
+
+    async def _run_invoke(self, invoke: Invoke) -> None:
+        assert self._stream is not None
+        try:
+            await invoke.run(self._model._connection)
+        finally:
+            if invoke.error is not None:
+                self._stream.put(invoke.error)
+            for where in invoke.cut_short:
+                self._stream.put(CutShort(where))
+            self._stream.ended()
+
+    def _emit(self, output: StepOutput) -> None:
+        if self._model.mode == "async":
+            assert self._stream is not None
+            self._stream.put(output)
+
+    # After the block.
+
+    @property
+    def backend(self) -> Stream:
+        """The stream of this trace's outputs, in the async form.
+
+        Raises:
+            OutsideBlockError: the block has not been left yet.
+            UnsupportedError: the model is in sync mode, where the values are in the caller's frame.
+        """
+        if self._model.mode != "async":
+            raise UnsupportedError(
+                'tracer.backend streams in the async form: VLLM(..., mode="async"); in the sync form the saved names '
+                "hold their values after the block"
+            )
+        if self._stream is None:
+            raise OutsideBlockError("tracer.backend is there once the block has been left")
+        return self._stream
+
+    def _wait_here(self, done: Future[None]) -> None:
+        try:
+            done.result()
+        except BaseException:  # an interrupt: the requests are of no more use
+            done.cancel()
+            raise
+
+    async def _close(self) -> None:
+        if self._done is not None:
+            self._done.cancel()
+
+    def _finish(self) -> None:
+        """Write the saved names back, tell of loops that were cut short, and raise the first error there was."""
+        assert self._frame is not None
+        write_back(self._frame, self.saves)
+        for where in itertools.chain.from_iterable(invoke.cut_short for invoke in self._invokes):
+            CutShort(where).emit()
+        errors = [invoke.error for invoke in self._invokes if invoke.error is not None]
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"another invoke failed as well: {type(other).__name__}: {other}")
+            raise errors[0]
+
+    @property
+    def saves(self) -> dict[str, Any]:
+        """The saved names of all invokes, as the sync form puts them into the caller's frame."""
+        if len(self._invokes) == 1:
+            return dict(self._invokes[0].saves)
+        values: dict[str, list[Any]] = {}
+        for invoke in self._invokes:
+            for name, value in invoke.saves.items():
+                values.setdefault(name, []).append(value)
+        return {name: found[0] if len(found) == 1 else found for name, found in values.items()}
+
+    # References that travel with values.
+
+    def _reference(self, value: object) -> tuple[Any, ...] | None:
+        if type(value) is ModuleRef:
+            if value._root is not self._model._root:
+                raise CaptureError(f"module {value._path!r} belongs to another model than the one being traced")
+            return ("module", value._path)
+        if value is self._model:
+            return ("model",)
+        if isinstance(value, (Tracer, InvokeContext)):
+            return ("tracer",)
+        return ("tokenizer",) if value is self._model._loaded_tokenizer and value is not None else None
+
+    def _resolve(self, reference: tuple[Any, ...]) -> object:
+        kind, *rest = reference
+        if kind == "module":
+            return self._model._root.at(rest[0])
+        return {"model": self._model, "tracer": self, "result": RESULT}[kind]
+
+    # What only a block has.
+
+    @property
+    def iter(self) -> NoReturn:
+        """In a block: steps to loop over, ``for step in tracer.iter[:8]``, ``tracer.iter[3]``, ``tracer.iter[2:]``."""
+        raise OutsideBlockError("tracer.iter has a meaning only in a block")
+
+    def all(self) -> NoReturn:
+        """In a block: every step of the request. The loop ends with the request; what follows it does not run."""
+        raise OutsideBlockError("tracer.all() has a meaning only in a block")
+
+    @property
+    def result(self) -> NoReturn:
+        """In a block: vLLM's ``RequestOutput`` of the finished request."""
+        raise OutsideBlockError("tracer.result has a meaning only in a block: save it there")
+
+    def stop(self) -> NoReturn:
+        """In a block: end the request at this step and leave the block."""
+        raise OutsideBlockError("tracer.stop() has a meaning only in a block")
+
+
+class InvokeContext:
+    """``with tracer.invoke(prompt):``; what ``as`` binds stands for the tracer inside the block."""
+
+    def __init__(self, tracer: Tracer, prompt: Any, settings: Mapping[str, Any]) -> None:
+        self._tracer = tracer
+        self._prompt = prompt
+        self._settings = settings
+        self._block: _Block | None = None
+
+    def __enter__(self) -> Self:
+        self._block = _Block(sys._getframe(1))
+        self._block.arm()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> bool:
+        block, self._block = self._block, None
+        assert block is not None
+        if not block.leave(exc_type, exc):
+            return False
+        self._tracer._add(self._prompt, self._settings, block)
+        return True

@@ -1,0 +1,1 @@
+"""What vLLM is told: engine arguments, schedulers, how an engine is started and where its outputs go."""

@@ -1,0 +1,84 @@
+"""Engine arguments: vLLM's own, with what tracing needs put in and what contradicts it refused."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Final
+
+from vllm.config import CompilationMode, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from nnsight_async.errors import ArgumentError, UnsupportedError
+from nnsight_async.protocol import CONFIG_KEY
+
+_WORKER: Final = "nnsight_async.worker.worker.TracingWorker"
+_SCHEDULER: Final = "nnsight_async.engine.scheduler.TracingScheduler"
+_ASYNC_SCHEDULER: Final = "nnsight_async.engine.scheduler.TracingAsyncScheduler"
+
+
+def _more_than_one(value: Any) -> bool:
+    return value is not None and int(value) > 1
+
+
+def _given(value: Any) -> bool:
+    return value is not None
+
+
+#: Arguments that contradict tracing: when, and why with the remedy.
+_REFUSED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "worker_cls": (lambda value: value != "auto", "the block runs in a worker class of ours; leave it out"),
+    "scheduler_cls": (_given, "tracer.stop() ends a request in a scheduler class of ours; leave it out"),
+    "enforce_eager": (
+        lambda value: value is False,
+        "a block runs between the modules of an eager forward; leave it out",
+    ),
+    "enable_chunked_prefill": (bool, "a block sees a prompt's rows whole, in one step; leave it out"),
+    "speculative_config": (_given, "a block's step is one token, and speculation draws several; leave it out"),
+    "pipeline_parallel_size": (_more_than_one, "a block runs in one forward pass over all layers; use 1"),
+    "tensor_parallel_size": (_more_than_one, "values are not yet gathered over ranks; use 1"),
+    "data_parallel_size": (_more_than_one, "one model drives one engine; start several models instead"),
+    "kv_transfer_config": (_given, "rows that another engine computed cannot be read; leave it out"),
+    "stream_interval": (_more_than_one, "every step is an output of its own; use 1"),
+    "runner": (lambda value: value not in ("auto", "generate"), "only generating models can be traced"),
+}
+
+
+def build_config(model: str, arguments: dict[str, Any]) -> VllmConfig:
+    """vLLM's configuration of an engine that can be traced.
+
+    Raises:
+        ArgumentError: an argument that vLLM does not have, or one that contradicts what tracing needs.
+        UnsupportedError: something vLLM can do and tracing cannot yet.
+    """
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    for name, value in arguments.items():
+        if name not in known:
+            raise ArgumentError(f"{name!r} is not an engine argument of vLLM{did_you_mean(name, known)}")
+        refused, why = _REFUSED.get(name, (None, ""))
+        if refused is not None and refused(value):
+            raise UnsupportedError(f"{name}={value!r} contradicts tracing: {why}")
+    given: dict[str, Any] = {"disable_log_stats": True, "enable_chunked_prefill": False, "enforce_eager": True}
+    given.update({name: value for name, value in arguments.items() if value is not None or name not in given})
+    config = AsyncEngineArgs(model=model, **given).create_engine_config()
+    if config.compilation_config.mode not in (None, CompilationMode.NONE):
+        raise UnsupportedError("compilation_config asks for compiled code, which no block can run in; leave it out")
+    if config.model_config.runner_type != "generate":
+        raise UnsupportedError(f"{model} is a {config.model_config.runner_type} model; only generating ones are traced")
+    config.parallel_config.worker_cls = _WORKER
+    asynchronous = config.scheduler_config.async_scheduling
+    config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER if asynchronous else _SCHEDULER
+    return config
+
+
+def set_worker_settings(config: VllmConfig, settings: dict[str, Any]) -> None:
+    """Put what the worker is told beside whatever else the user put into ``additional_config``."""
+    additional = config.additional_config
+    config.additional_config = {**(additional if isinstance(additional, dict) else {}), CONFIG_KEY: settings}
+
+
+def did_you_mean(name: str, known: set[str]) -> str:
+    """``"; did you mean 'x'?"``, or nothing where nothing is close."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,45 @@
+"""vLLM's schedulers, with one addition: a request ends at the step at which its block says so.
+
+The worker writes the stops of a step on its ``ModelRunnerOutput``; the scheduler reads them where it looks for the
+usual reasons to stop. No token is forged, and ``ignore_eos`` and ``min_tokens`` make no difference.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+#: The attribute of a ModelRunnerOutput that holds ``{request id: stop reason}``; absent where nothing stops.
+STOPS_ATTRIBUTE: Final = "nnsight_async_stops"
+
+
+class _Stops:
+    _stops: dict[str, str]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self._stops = getattr(model_runner_output, STOPS_ATTRIBUTE, {})
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        tokens, stopped = super()._update_request_with_output(  # type: ignore[misc]
+            request, new_token_ids, is_stale=is_stale
+        )
+        reason = self._stops.get(request.request_id)
+        if reason is None:
+            return tokens, stopped
+        request.status = RequestStatus.FINISHED_STOPPED
+        request.stop_reason = reason
+        return tokens, True
+
+
+class TracingScheduler(_Stops, Scheduler):
+    """The synchronous scheduler."""
+
+
+class TracingAsyncScheduler(_Stops, AsyncScheduler):
+    """The scheduler that plans a step ahead."""

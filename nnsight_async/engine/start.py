@@ -1,0 +1,93 @@
+"""Starting vLLM's AsyncLLM, and having each request's outputs put where we want them."""
+
+from __future__ import annotations
+
+import multiprocessing.spawn
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from vllm.config import VllmConfig
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+
+class Sink(Protocol):
+    """Takes in one request's outputs, one after the other, as vLLM's output loop makes them."""
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Take in an output, or the error that ended the engine."""
+
+    def registered(self, internal_id: str, index: int) -> None:
+        """Learn the id by which the worker knows sequence ``index`` of the request."""
+
+
+class _Collector(RequestOutputCollector):
+    """vLLM's collector merges outputs that nobody has fetched yet; this one hands every single one on."""
+
+    def __init__(self, sink: Sink, plain: RequestOutputCollector) -> None:
+        self.__dict__.update(plain.__dict__)
+        self._sink = sink
+
+    def put(self, output: Any) -> None:
+        self._sink.put(output)
+
+
+class _Outputs(OutputProcessor):
+    """vLLM's output processor, with the collectors of announced requests replaced."""
+
+    sinks: dict[str, Sink]
+
+    def add_request(
+        self,
+        request: Any,
+        prompt: str | None,
+        parent_req: Any = None,
+        request_index: int = 0,
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        sink = self.sinks.get(request.external_req_id)
+        if sink is not None and queue is not None:
+            sink.registered(request.request_id, request_index)
+            queue = _Collector(sink, queue)
+        super().add_request(request, prompt, parent_req, request_index, queue)
+
+
+def start_engine(config: VllmConfig, *, log_stats: bool = False) -> tuple[AsyncLLM, dict[str, Sink]]:
+    """Start an engine; blocks until it is ready. Call it on the event loop that will drive the engine.
+
+    Returns the engine and the table in which a request id is announced with the sink of its outputs.
+    """
+    with _main_module_left_alone():
+        engine = AsyncLLM.from_vllm_config(config, disable_log_stats=not log_stats)
+    processor = engine.output_processor
+    processor.__class__ = _Outputs
+    assert isinstance(processor, _Outputs)
+    processor.sinks = {}
+    return engine, processor.sinks
+
+
+@contextmanager
+def _main_module_left_alone() -> Iterator[None]:
+    """Keep the engine's processes from importing the user's main module.
+
+    A spawned process runs the main script again, up to ``if __name__ == "__main__"``: a script or notebook without
+    that line would start an engine in its engine. Nothing in those processes needs the main module.
+    """
+    original = multiprocessing.spawn.get_preparation_data
+    here = threading.get_ident()
+
+    def without_main(name: str) -> dict[str, Any]:
+        data = original(name)
+        if threading.get_ident() == here:
+            data.pop("init_main_from_name", None)
+            data.pop("init_main_from_path", None)
+        return data
+
+    multiprocessing.spawn.get_preparation_data = without_main
+    try:
+        yield
+    finally:
+        multiprocessing.spawn.get_preparation_data = original

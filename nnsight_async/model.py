@@ -1,0 +1,167 @@
+"""``VLLM``: a model to look into, and the engine that serves it."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from nnsight_async.client.connection import Connection
+from nnsight_async.client.tracer import Tracer
+from nnsight_async.engine.arguments import build_config
+from nnsight_async.engine.meta import build_meta_model
+from nnsight_async.errors import ArgumentError, OutsideBlockError, UnsupportedError
+from nnsight_async.tree import ModuleRef
+
+_open: weakref.WeakSet[VLLM] = weakref.WeakSet()
+
+
+class VLLM:
+    """A language model served by vLLM, whose every location can be read while it serves.
+
+    The module tree is there at once, on the meta device: ``print(model)`` shows it, and
+    ``model.model.layers[10].mlp`` is a reference into it. The engine starts with the first trace, or at once with
+    ``dispatch=True`` (in sync mode the constructor then waits for it; in async mode it starts in the background, and
+    ``await model.ready()`` or the first trace waits).
+
+    Args:
+        model: the name or the folder of a model, as vLLM takes it.
+        mode: ``"sync"``: after a block the saved names hold their values; ``"async"``: ``tracer.backend`` streams.
+        dispatch: start the engine now.
+        engine_arguments: vLLM's own engine arguments (``dtype``, ``max_model_len``, ``gpu_memory_utilization``, ...),
+            passed on untouched.
+
+    Raises:
+        ArgumentError: an argument that vLLM does not have.
+        UnsupportedError: an engine argument that contradicts what tracing needs; the message says why.
+        EngineError: with ``dispatch=True`` in sync mode, the engine could not start.
+
+    Example::
+
+        with VLLM("Qwen/Qwen3-8B") as model:
+            with model.trace("The capital of France is", temperature=0.0):
+                hidden = model.model.layers[10].output[0].save()
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        dispatch: bool = False,
+        **engine_arguments: Any,
+    ) -> None:
+        if mode not in ("sync", "async"):
+            raise ArgumentError(f'mode is "sync" or "async", not {mode!r}')
+        self.mode = mode
+        self._config = build_config(model, engine_arguments)
+        self._root = ModuleRef(build_meta_model(self._config))
+        self._loaded_tokenizer: Any = None
+        log_stats = engine_arguments.get("disable_log_stats") is False
+        self._connection = Connection(self._config, log_stats=log_stats)
+        _open.add(self)
+        if dispatch:
+            if mode == "sync":
+                self._connection.call(self._connection.ready())
+            else:
+                self._connection.loop.submit(self._connection.ready())
+
+    # Tracing.
+
+    def trace(self, prompt: Any = None, **sampling: Any) -> Tracer:
+        """Trace one generation: ``with model.trace(prompt, temperature=0.0, max_tokens=8) as tracer:``.
+
+        Args:
+            prompt: a string, a list of token ids, a tokenizer's dict, or one of vLLM's prompt dicts. Without one, the
+                body opens ``tracer.invoke(prompt)`` for each prompt.
+            sampling: anything ``vllm.SamplingParams`` takes, with vLLM's defaults; ``max_new_tokens`` is understood.
+
+        Raises:
+            ArgumentError: a misspelled or impossible setting.
+            PromptError: an empty prompt, or a list of several.
+        """
+        return Tracer(self, prompt, sampling)
+
+    @property
+    def logits(self) -> Any:
+        """In a block: what the sampler is about to draw from at this step, ``[1, vocab]``."""
+        raise OutsideBlockError("model.logits can only be read in a block: write it inside `with model.trace(...):`")
+
+    @property
+    def samples(self) -> Any:
+        """In a block: the token id drawn at this step, ``[1, 1]``."""
+        raise OutsideBlockError("model.samples can only be read in a block: write it inside `with model.trace(...):`")
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as vLLM loads it."""
+        if self._loaded_tokenizer is None:
+            from vllm.tokenizers import cached_tokenizer_from_config
+
+            self._loaded_tokenizer = cached_tokenizer_from_config(self._config.model_config)
+        return self._loaded_tokenizer
+
+    # Life.
+
+    async def ready(self) -> None:
+        """Start the engine if it is not started, and wait until it is.
+
+        Raises:
+            EngineError: it could not start.
+            ClosedError: the model is closed.
+        """
+        await self._connection.loop.wait(self._connection.ready())
+
+    async def live(self) -> int:
+        """How many traced requests the worker holds at this moment."""
+        return await self._connection.loop.wait(self._connection.worker_live())
+
+    def close(self) -> None:
+        """Abort what is running and shut the engine down. Closing twice does nothing."""
+        _open.discard(self)
+        self._connection.close()
+
+    async def aclose(self) -> None:
+        """Like :meth:`close`, without holding up the event loop."""
+        import anyio.to_thread
+
+        await anyio.to_thread.run_sync(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        if self.mode != "async":
+            raise UnsupportedError('`async with VLLM(...)` needs mode="async"; use `with` here')
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # The tree.
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._root, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._root)})
+
+    def __repr__(self) -> str:
+        return repr(self._root)
+
+
+@atexit.register
+def _close_all() -> None:
+    """A process that exits without closing its models leaves no engine behind."""
+    for model in list(_open):
+        model.close()

@@ -1,0 +1,82 @@
+"""Every message that crosses a process, and nothing else.
+
+Down, from the client to the worker: a :class:`Traced` rides in ``SamplingParams.extra_args`` of its request. Up, from
+the worker to the client: one :class:`Post` a step, a ZeroMQ message of two frames, the post itself and the slab that
+holds the bytes of every tensor in it. Both are MessagePack, through msgspec.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+import msgspec
+
+#: The key of ``SamplingParams.extra_args`` under which a request carries its block.
+EXTRA_ARG: Final = "nnsight_async"
+#: The key of ``VllmConfig.additional_config`` under which the worker finds its :class:`WorkerSettings`.
+CONFIG_KEY: Final = "nnsight_async"
+
+#: ``stop_reason`` of a request that its block ended with ``tracer.stop()``.
+STOPPED_BY_TRACER: Final = "tracer.stop"
+#: ``stop_reason`` of a request that ended because its block failed.
+STOPPED_BY_ERROR: Final = "tracer.error"
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """What the client tells the worker when it starts.
+
+    ``mailbox`` is the ZeroMQ address at which the client takes posts in.
+    """
+
+    mailbox: str
+
+
+class Traced(msgspec.Struct, frozen=True):
+    """A traced request's block: its program, and the pickled values that the program reads from the caller.
+
+    ``program`` is an encoded :class:`nnsight_async.tracing.Program`, which the worker decodes and compiles the first
+    time it sees ``digest``.
+    """
+
+    program: bytes
+    digest: str
+    values: bytes
+
+
+class BlockState(IntEnum):
+    """Where a block stands when a step's post is written."""
+
+    #: Waits for a step to begin, in a loop over steps (``tracer.iter``, ``tracer.all()``).
+    LOOPING = 0
+    #: Waits for the request's result.
+    WANTS_RESULT = 1
+    #: Has run to its end.
+    DONE = 2
+    #: Has raised; the entry's ``error`` says what.
+    FAILED = 3
+    #: Ended its own request with ``tracer.stop()``.
+    STOPPED = 4
+
+
+class Entry(msgspec.Struct, array_like=True):
+    """What one request's block did in one step.
+
+    ``step`` counts the request's own steps from 0, the prefill. ``changes`` is what happened to the saved values since
+    the last entry (see :mod:`nnsight_async.changes`), empty where nothing did. ``where`` says what the block waits for,
+    in words; ``error`` is a pickled :class:`nnsight_async.errors.BlockFailure`.
+    """
+
+    request: str
+    step: int
+    state: BlockState
+    changes: bytes = b""
+    where: str = ""
+    error: bytes = b""
+    final: bool = False
+
+
+class Post(msgspec.Struct, array_like=True):
+    """One step's entries, of every traced request that ran in it."""
+
+    entries: list[Entry]

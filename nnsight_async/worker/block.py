@@ -1,0 +1,203 @@
+"""One request's block while it runs: a greenlet, its variables, and what it waits for."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+import greenlet
+
+from nnsight_async.changes import Shadow
+from nnsight_async.errors import BlockFailure, HeldViewError
+from nnsight_async.protocol import BlockState
+from nnsight_async.tracing import CompiledProgram, source_line
+from nnsight_async.worker.keep import Shown
+
+#: A place in a step: a module's path and side, or one of the two places around the sampler.
+Key = tuple[str, str]
+LOGITS: Final[Key] = ("", "logits")
+SAMPLES: Final[Key] = ("", "samples")
+
+
+class StopRequest(BaseException):
+    """Raised by ``tracer.stop()`` to leave the block; the request ends at this step."""
+
+
+class RequestOver(BaseException):
+    """Thrown into a block that waits for a step its request will not make, to unwind it."""
+
+
+class Waiting:
+    """What a parked block waits for: a key at a step, or (``key`` None) the beginning of a step, or the result."""
+
+    __slots__ = ("key", "result", "step")
+
+    def __init__(self, key: Key | None, step: int, *, result: bool = False) -> None:
+        self.key = key
+        self.step = step
+        self.result = result
+
+
+class Visit:
+    """The value a block is being shown: it stays readable until the block waits for something else."""
+
+    __slots__ = ("key", "shown", "value")
+
+    def __init__(self, key: Key, value: Any, shown: Shown) -> None:
+        self.key = key
+        self.value = value
+        self.shown = shown
+
+
+class Block:
+    """A program bound to one request.
+
+    ``step`` is the request's current step; ``cursor`` the step that the block is reading, which a loop over steps
+    moves. ``namespace`` holds the block's variables, ``saved`` those marked by ``.save()``.
+    """
+
+    def __init__(self, request_id: str, program: CompiledProgram, namespace: dict[str, Any], *, mutates: bool) -> None:
+        self.request_id = request_id
+        self.program = program
+        self.namespace = namespace
+        self.step = -1
+        self.cursor = 0
+        self.waiting: Waiting | None = None
+        self.visit: Visit | None = None
+        self.saved: dict[str, Any] = {}
+        self.marked: dict[int, Any] = {}
+        self.state: BlockState | None = None  # set once the block has ended
+        self.failure: BlockFailure | None = None
+        self.shadow = Shadow(mutates=mutates)
+        self.started = False
+        self.result: Any = None  # the RequestOutput, once the block has been given it
+        self._greenlet = greenlet.greenlet(self._run)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the block has run to its end, failed, or stopped."""
+        return self.state is not None
+
+    def park(self, waiting: Waiting) -> Any:
+        """Called in the block: wait, and return what the visit brings."""
+        self.waiting = waiting
+        hub = self._greenlet.parent
+        assert hub is not None
+        return hub.switch()
+
+    def resume(self, value: Any = None, visit: Visit | None = None) -> None:
+        """Called on the forward thread: run the block until it waits again or ends.
+
+        Whatever it then still holds of the memory shown to it is given memory of its own.
+        """
+        self.waiting = None
+        self.visit = visit
+        self.started = True
+        self._switch(value)
+        del value
+        while visit is not None:
+            shown, self.visit = visit.shown, None
+            visit.value = None  # the last reference that is not the block's own
+            if self._release(shown) or self.ended:
+                return
+            self.throw(
+                HeldViewError(
+                    "a view of the value just read is held where it cannot be kept safe from being overwritten "
+                    "(in the middle of an expression, or in an object of a type of its own); assign it to a variable, "
+                    "or clone() it, before reading the next location"
+                )
+            )
+
+    def throw(self, error: BaseException) -> None:
+        """Raise ``error`` in a parked block, at the line it waits on, and run it until it waits again or ends."""
+        self.waiting = None
+        self._greenlet.parent = greenlet.getcurrent()
+        self._greenlet.throw(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the block because of an error that is not its own code's."""
+        self.failure = self._describe(error)
+        self.state = BlockState.FAILED
+
+    def _switch(self, value: Any) -> None:
+        self._greenlet.parent = greenlet.getcurrent()
+        self._greenlet.switch(value)
+
+    def _run(self, _: Any = None) -> None:
+        try:
+            exec(self.program.code, self.namespace)
+            self.state = BlockState.DONE
+        except StopRequest:
+            self.state = BlockState.STOPPED
+        except RequestOver:
+            self.state = BlockState.DONE
+        except BaseException as error:
+            self.fail(error)
+
+    def _describe(self, error: BaseException) -> BlockFailure:
+        where, tb = "", error.__traceback__
+        line: TracebackType | None = tb
+        first: TracebackType | None = None
+        while line is not None:
+            if line.tb_frame.f_code is self.program.code:
+                first = first or line
+                where = self._line(line.tb_lineno)
+            line = line.tb_next
+        return BlockFailure.of(error, where, first)
+
+    def _line(self, number: int) -> str:
+        source = source_line(self.program.program, number)
+        place = f"{self.program.program.filename}:{number}"
+        return f"{place}: {source.strip()}" if source else place
+
+    def line(self) -> str:
+        """The line the parked block waits on, as ``file:line: source``."""
+        for frame in self._frames():
+            if frame.f_code is self.program.code:
+                return self._line(frame.f_lineno)
+        return ""
+
+    def _frames(self) -> Iterator[FrameType]:
+        frame = self._greenlet.gr_frame
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+    def _release(self, shown: Shown) -> bool:
+        if not shown.held():
+            return True
+        helpers: list[dict[str, Any]] = [self.saved]
+        offset = None
+        for frame in self._frames():
+            if frame.f_code is self.program.code:
+                offset = frame.f_lasti
+                break
+            if not frame.f_globals.get("__name__", "").startswith("nnsight_async."):
+                helpers.append(frame.f_locals)
+        program = self.program
+        live = program.live_names(offset) if offset is not None else frozenset(self.saved)
+        return shown.release(self.namespace, program.program.binds, live, helpers)
+
+    def mark(self, value: Any, names: tuple[str, ...]) -> Any:
+        """``.save()``: keep ``value`` under ``names``; without a name, under those that come to hold it."""
+        if names:
+            for name in names:
+                self.saved[name] = value
+        else:
+            self.marked[id(value)] = value
+        return value
+
+    def collect(self) -> dict[str, Any]:
+        """The saved values as they are now, by name."""
+        if self.marked:
+            for name in self.program.program.binds:
+                value = self.namespace.get(name)
+                if id(value) in self.marked and not isinstance(value, (int, str, float, bytes, bool, type(None))):
+                    self.saved[name] = value
+        return self.saved
+
+    def pickled_failure(self) -> bytes:
+        """The failure as it travels, empty if the block has not failed."""
+        return pickle.dumps(self.failure) if self.failure is not None else b""

@@ -1,0 +1,255 @@
+"""Runs the blocks of a step's requests between the modules of its forward pass.
+
+A step is ``begin`` (every block runs up to its first location), then one ``visit`` for each location that somebody
+waits for, in the order the model comes to them, then ``finish``. A location nobody waits for costs a dictionary look-up
+where its module has a hook, and nothing where it has none: hooks are put on modules when a block first asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from nnsight_async.errors import NeverReachedError, NnsightAsyncError, OutOfOrderError, OutsideBlockError
+from nnsight_async.protocol import BlockState, Entry
+from nnsight_async.tree import Side, describe
+from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Visit, Waiting
+from nnsight_async.worker.keep import Shown
+from nnsight_async.worker.rows import Rows, assign, narrow, tensors_of
+
+_NOWHERE: Final = -1  # before the first module of a step
+_AT_LOGITS: Final = 1 << 40
+_AT_SAMPLES: Final = _AT_LOGITS + 1
+
+
+def name_of(key: Key) -> str:
+    """A key as a person writes it: ``model.layers.3.output``, ``logits``."""
+    path, side = key
+    return describe(path, side) if side in ("in", "out") else side  # type: ignore[arg-type]
+
+
+class Interleaver:
+    """The blocks of one worker, and who of them waits for what."""
+
+    def __init__(self, need_hook: Callable[[Key], None]) -> None:
+        self.blocks: dict[str, Block] = {}
+        self._need_hook = need_hook
+        self._waiting: dict[Key, list[Block]] = {}
+        self._running: Block | None = None
+        self._rows: dict[str, Rows] = {}
+        self._tokens = 0
+        self._requests = 0
+        self._in_forward = False
+        self._position = _NOWHERE
+        self._order: dict[Key, list[int]] = {}
+
+    def learn_order(self, calls: Sequence[Key]) -> None:
+        """Take in the order in which a forward pass comes to its locations, as recorded from one."""
+        self._order = {LOGITS: [_AT_LOGITS], SAMPLES: [_AT_SAMPLES]}
+        for index, key in enumerate(calls):
+            self._order.setdefault(key, []).append(index)
+
+    # The forward thread's side: begin, visit, finish.
+
+    def begin(self, rows: Mapping[str, Rows], tokens: int, requests: int) -> None:
+        """Start a step of ``tokens`` tokens of ``requests`` requests; ``rows`` says which are the traced ones'."""
+        self._rows = dict(rows)
+        self._tokens = tokens
+        self._requests = requests
+        self._in_forward = True
+        self._position = _NOWHERE
+        self._waiting.clear()
+        for request_id in rows:
+            block = self.blocks[request_id]
+            block.step += 1
+            if block.ended:
+                continue
+            waiting = block.waiting
+            if not block.started or (waiting and waiting.key is None and waiting.step <= block.step):
+                self._run(block)
+            elif waiting and waiting.key is not None and waiting.step == block.step:
+                self._queue(block, waiting.key)
+
+    def end_forward(self) -> None:
+        """From here on, what is visited has one row a request: the logits and the modules that compute them."""
+        self._in_forward = False
+
+    def waits_for(self, key: Key) -> bool:
+        """Whether a visit of ``key`` would be seen by anybody."""
+        return key in self._waiting
+
+    def visit(self, key: Key, value: Any) -> None:
+        """Show a location's value to the blocks that wait for it, each its own rows, one after the other."""
+        blocks = self._waiting.pop(key, None)
+        if blocks is None:
+            return
+        self._position = self._occurrence(key)
+        for block in blocks:
+            rows = self._rows[block.request_id]
+            shown = Shown(list(tensors_of(value)))
+            if self._in_forward:
+                view = narrow(value, self._tokens, rows.start, rows.stop, shown.hand_out)
+            else:
+                view = narrow(value, self._requests, rows.index, rows.index + 1, shown.hand_out)
+            visit = Visit(key, view, shown)
+            del view
+            self._run(block, visit)
+
+    def finish(self) -> list[Block]:
+        """End the step: blocks that still wait for a location of this step are told; returns the step's blocks."""
+        for key, blocks in list(self._waiting.items()):
+            for block in blocks:
+                self._throw(block, self._missed(key, block))
+        self._waiting.clear()
+        step = [self.blocks[request_id] for request_id in self._rows]
+        self._rows = {}
+        return step
+
+    def resolve_result(self, request_id: str, result: Any) -> Block | None:
+        """Give a block that waits for its request's result what it waits for."""
+        block = self.blocks.get(request_id)
+        if block is not None and block.waiting is not None and block.waiting.result:
+            block.result = result
+            self._run(block, value=result)
+            if not block.ended:
+                self._throw(block, RequestOver())
+        return block
+
+    def drop(self, request_ids: Iterable[str], *, keep_for_result: bool = False) -> None:
+        """Forget requests that are over: their blocks are unwound and freed.
+
+        With ``keep_for_result``, a block that waits for its result stays until that comes.
+        """
+        for request_id in request_ids:
+            block = self.blocks.get(request_id)
+            if block is None or (keep_for_result and block.waiting is not None and block.waiting.result):
+                continue
+            if block.started and not block.ended:
+                self._throw(block, RequestOver())
+            del self.blocks[request_id]
+
+    def _run(self, block: Block, visit: Visit | None = None, value: Any = None) -> None:
+        before, self._running = self._running, block
+        try:
+            block.resume(value if visit is None else visit.value, visit)
+        except Exception as error:  # ours, not the block's: it must not take the engine down
+            block.fail(error)
+        finally:
+            self._running = before
+        self._park(block)
+
+    def _throw(self, block: Block, error: BaseException) -> None:
+        before, self._running = self._running, block
+        try:
+            block.throw(error)
+        finally:
+            self._running = before
+        if not block.ended and not isinstance(error, RequestOver):
+            self._park(block)
+
+    def _park(self, block: Block) -> None:
+        waiting = block.waiting
+        if not block.ended and waiting is not None and waiting.key is not None and waiting.step == block.step:
+            self._queue(block, waiting.key)
+
+    def _queue(self, block: Block, key: Key) -> None:
+        if key[1] in ("in", "out"):
+            self._need_hook(key)
+        self._waiting.setdefault(key, []).append(block)
+
+    # The block's side: called in its greenlet.
+
+    @property
+    def running(self) -> Block:
+        """The block whose code is running now."""
+        if self._running is None:
+            raise OutsideBlockError("a location can only be read in a running block")
+        return self._running
+
+    def read(self, path: str, side: Side) -> Any:
+        """Wait for a module's location at the block's step and return the request's rows of its value."""
+        return self.wait_for((path, side))
+
+    def write(self, path: str, side: Side, value: Any) -> None:
+        """Replace the request's rows of a module's value."""
+        self.replace((path, side), value)
+
+    def wait_for(self, key: Key) -> Any:
+        """Wait for ``key`` at the block's step; the same location read again in the same visit is the same object."""
+        block = self.running
+        if block.visit is not None and block.visit.key == key and block.cursor == block.step:
+            return block.visit.value
+        self._check(block, key)
+        return block.park(Waiting(key, block.cursor))
+
+    def replace(self, key: Key, value: Any) -> None:
+        """Wait for ``key`` and write ``value`` over the request's rows of it."""
+        assign(self.wait_for(key), value, name_of(key))
+
+    def wait_for_step(self, step: int) -> None:
+        """Move the block to ``step``, waiting until it begins."""
+        block = self.running
+        if block.cursor < 0:
+            raise OutOfOrderError(f"step {step} has passed: after tracer.result the request is over")
+        if step < block.step or (step == block.step and block.cursor > step):
+            raise OutOfOrderError(f"step {step} has passed: the request is at step {block.step}")
+        block.cursor = step
+        if step > block.step:
+            block.park(Waiting(None, step))
+
+    def move_to_end(self) -> None:
+        """Move the block past the last step, where only the result is left to read."""
+        self.running.cursor = -1
+
+    def wait_for_result(self) -> Any:
+        """Wait until the request is over and return its RequestOutput."""
+        block = self.running
+        block.cursor = -1
+        if block.result is not None:
+            return block.result
+        return block.park(Waiting(None, 1 << 62, result=True))
+
+    def _check(self, block: Block, key: Key) -> None:
+        """Raise where it is already certain that the location will not be reached."""
+        if block.cursor < 0:
+            raise OutOfOrderError(f"{name_of(key)} has passed: after tracer.result the request is over")
+        if block.cursor < block.step:
+            raise OutOfOrderError(f"{name_of(key)} at step {block.cursor} has passed: the request is at {block.step}")
+        if not self._order:
+            return
+        at = self._order.get(key)
+        if at is None:
+            raise NeverReachedError(
+                f"{name_of(key)} is never reached: the forward pass does not call this module "
+                "(vLLM uses its weights directly, or the model does not use it)"
+            )
+        if block.cursor == block.step and at[-1] <= self._position:
+            raise OutOfOrderError(
+                f"{name_of(key)} has passed: at step {block.step} the forward pass is already at "
+                f"{self._here()}; read locations in the order in which the model comes to them"
+            )
+
+    def _missed(self, key: Key, block: Block) -> NnsightAsyncError:
+        return NeverReachedError(f"{name_of(key)} was not reached at step {block.step}")
+
+    def _here(self) -> str:
+        for key, at in self._order.items():
+            if self._position in at:
+                return name_of(key)
+        return "its end"
+
+    def _occurrence(self, key: Key) -> int:
+        """Where in the pass this visit of ``key`` is: the next of the places where its module is called."""
+        at = self._order.get(key, [])
+        return next((index for index in at if index > self._position), at[-1] if at else self._position)
+
+    # What a step did.
+
+    def entry(self, block: Block, changes: bytes, *, final: bool = False) -> Entry:
+        """The post's entry of one block."""
+        state, where = block.state, ""
+        if state is None:
+            assert block.waiting is not None
+            state = BlockState.WANTS_RESULT if block.waiting.result else BlockState.LOOPING
+            where = block.line()
+        return Entry(block.request_id, block.step, state, changes, where, block.pickled_failure(), final)

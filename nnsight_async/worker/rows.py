@@ -1,0 +1,80 @@
+"""Rows: the slice of a step's flat tensors that belongs to one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One request's place in a step.
+
+    ``start`` and ``stop`` bound its tokens in tensors ``[tokens, ...]`` of the forward pass; ``index`` is its row in
+    tensors ``[requests, ...]`` of the logits and the sampler.
+    """
+
+    start: int
+    stop: int
+    index: int
+
+
+def narrow(value: Any, size: int, start: int, stop: int, hand_out: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with each of its tensors narrowed to rows ``start:stop``, as views.
+
+    A tensor whose first dimension is shorter than ``size`` (the step's tokens or requests) is no tensor of rows and is
+    given whole. Tuples, lists and dicts are rebuilt; anything else is passed on.
+    """
+    if isinstance(value, torch.Tensor):
+        whole = value.dim() == 0 or value.shape[0] < size
+        return hand_out(value[:] if whole and value.dim() else value[start:stop] if not whole else value.view(()))
+    if type(value) is tuple:
+        return tuple(narrow(item, size, start, stop, hand_out) for item in value)
+    if isinstance(value, list):
+        return [narrow(item, size, start, stop, hand_out) for item in value]
+    if isinstance(value, dict):
+        return {key: narrow(item, size, start, stop, hand_out) for key, item in value.items()}
+    return value
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a module's value, through tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+
+
+def assign(target: Any, value: Any, name: str) -> None:
+    """Write ``value`` over the rows in ``target``, in place; a tuple is written item by item.
+
+    Raises:
+        ValueError: a tensor's shape is not the rows' shape (both are named), or a tuple's length differs.
+        TypeError: ``value`` is no tensor where the rows are one.
+    """
+    if isinstance(target, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} can only be replaced by a tensor, not by {type(value).__name__}")
+        if value is target:
+            return
+        if value.shape != target.shape:
+            raise ValueError(f"{name} has shape {list(target.shape)}; its replacement has {list(value.shape)}")
+        target.copy_(value)
+    elif isinstance(target, (tuple, list)):
+        if not isinstance(value, (tuple, list)):
+            raise TypeError(f"{name} is a tuple of {len(target)}; it can only be replaced by one")
+        if len(value) != len(target):
+            raise ValueError(f"{name} is a tuple of {len(target)}; its replacement has {len(value)} items")
+        for index, (old, new) in enumerate(zip(target, value, strict=True)):
+            assign(old, new, f"{name}[{index}]")
+    elif isinstance(target, dict):
+        for key, old in target.items():
+            if key in value:
+                assign(old, value[key], f"{name}[{key!r}]")

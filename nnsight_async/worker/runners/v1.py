@@ -1,0 +1,74 @@
+"""vLLM's V1 model runner (``vllm.v1.worker.gpu_model_runner``), which the CPU worker uses as well.
+
+Seams, on vLLM 0.32: ``_model_forward`` runs the model when ``input_batch.req_ids`` and the scheduled tokens are in
+their final order; ``_sample`` takes the logits and returns the sampled ids. Both are replaced on the instance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nnsight_async.engine.scheduler import STOPS_ATTRIBUTE
+from nnsight_async.worker.rows import Rows
+from nnsight_async.worker.runners import StepEvents
+
+
+class V1Runner:
+    """The adapter of one V1 runner."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        #: The scheduler's output of the step in progress; None outside one, as in the runner's own dummy runs.
+        self.scheduled: Any = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself."""
+        model: nn.Module = self._runner.get_model()
+        return model
+
+    def attach(self, events: StepEvents) -> None:
+        """Have ``events`` called at each step from now on."""
+        runner = self._runner
+        forward, sample = runner._model_forward, runner._sample
+
+        def traced_forward(*args: Any, **kwargs: Any) -> Any:
+            if self.scheduled is None:
+                return forward(*args, **kwargs)
+            rows, tokens = self._layout()
+            events.before_forward(rows, tokens)
+            output = forward(*args, **kwargs)
+            events.after_forward()
+            return output
+
+        def traced_sample(logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+            if self.scheduled is None or logits is None:
+                return sample(logits, spec_decode_metadata)
+            events.on_logits(logits)
+            output = sample(logits, spec_decode_metadata)
+            events.on_samples(output.sampled_token_ids)
+            return output
+
+        runner._model_forward = traced_forward
+        runner._sample = traced_sample
+
+    def dummy_forward(self) -> None:
+        """Run one forward pass of one token, and compute its logits."""
+        _, hidden = self._runner._dummy_run(1, skip_eplb=True)
+        self._runner.get_model().compute_logits(hidden[:1])
+
+    def mark_stops(self, output: Any, stops: dict[str, str]) -> None:
+        """Write the stops on the output that reaches the scheduler (the one inside, where outputs are asynchronous)."""
+        setattr(getattr(output, "_model_runner_output", output), STOPS_ATTRIBUTE, stops)
+
+    def _layout(self) -> tuple[dict[str, Rows], int]:
+        scheduled = self.scheduled.num_scheduled_tokens
+        rows, start = {}, 0
+        for index, request_id in enumerate(self._runner.input_batch.req_ids):
+            stop = start + scheduled[request_id]
+            rows[request_id] = Rows(start, stop, index)
+            start = stop
+        return rows, start
