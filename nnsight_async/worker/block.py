@@ -14,6 +14,7 @@ from nnsight_async.errors import BlockFailure, HeldViewError
 from nnsight_async.protocol import BlockState
 from nnsight_async.tracing import CompiledProgram, source_line
 from nnsight_async.worker.keep import Shown
+from nnsight_async.worker.rows import tensors_of
 
 #: A place in a step: a module's path and side, or one of the two places around the sampler.
 Key = tuple[str, str]
@@ -197,6 +198,12 @@ class Block:
                 if id(value) in self.marked and not isinstance(value, (int, str, float, bytes, bool, type(None))):
                     self.saved[name] = value
         return self.saved
+
+    def hold(self, value: Any) -> None:
+        """Take note of a view that the block may hold where no variable leads to it."""
+        if self.visit is not None:
+            for tensor in tensors_of(value):
+                self.visit.shown.hand_out(tensor)
 
     def pickled_failure(self) -> bytes:
         """The failure as it travels, empty if the block has not failed."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nnsight_async.saving import RESULT, install_mark, save
+from nnsight_async.tracing.holds import HOLD
 from nnsight_async.worker.faces import TracerFace
 from nnsight_async.worker.interleaver import Interleaver
 
@@ -37,10 +38,15 @@ def saving_functions(interleaver: Interleaver) -> dict[str, Callable[..., Any]]:
     def save_whole(function: Any, value: Any, names: Names) -> Any:
         return mark(value, names) if function is save else value
 
+    def hold(value: Any) -> Any:
+        interleaver.running.hold(value)
+        return value
+
     install_mark(mark)
     return {
         "__save__": save_method,
         "__save_call__": save_call,
         "__save_result__": save_result,
         "__save_whole__": save_whole,
+        HOLD: hold,
     }

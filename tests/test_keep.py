@@ -1,0 +1,145 @@
+"""What is kept is what was read, without the user writing .clone().
+
+vLLM rewrites a layer's residual in place, so each of these returns other numbers when ``worker/keep.py`` does nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nnsight_async import VLLM
+
+PROMPT = "The capital of France is"
+
+
+def test_saved_directly_at_every_layer(smol: VLLM) -> None:
+    model = smol
+    for index in (0, 1, 7, 15, 29):
+        layer = model.model.layers[index]
+        with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+            raw = layer.output[1].save()
+            copy = layer.output[1].clone().save()
+        assert torch.equal(raw, copy), index
+
+
+def test_in_a_list_at_every_layer(smol: VLLM) -> None:
+    model = smol
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        raw, copies = list().save(), list().save()
+        for layer in model.model.layers:
+            raw.append(layer.output[1])
+            copies.append(layer.output[1].clone())
+    assert len(raw) == 30
+    for index, (a, b) in enumerate(zip(raw, copies, strict=True)):
+        assert torch.equal(a, b), index
+
+
+def test_views_of_what_was_read(smol: VLLM) -> None:
+    model = smol
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        raw, copies = list().save(), list().save()
+        for layer in model.model.layers:
+            raw.append(layer.output[1][-1, :64].view(8, 8).T)
+            copies.append(layer.output[1][-1, :64].view(8, 8).T.clone())
+    for index, (a, b) in enumerate(zip(raw, copies, strict=True)):
+        assert torch.equal(a, b), index
+
+
+def test_in_a_dict_in_a_list_and_in_a_tuple(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        raw, copies = list().save(), list().save()
+        for layer in model.model.layers:
+            raw.append({"stream": layer.output, "last": (layer.output[1][-1], "row")})
+            copies.append({"stream": [t.clone() for t in layer.output], "last": layer.output[1][-1].clone()})
+    for a, b in zip(raw, copies, strict=True):
+        assert torch.equal(a["stream"][1], b["stream"][1])
+        assert torch.equal(a["last"][0], b["last"])
+
+
+def test_under_a_loop_over_steps(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=5, ignore_eos=True) as tracer:
+        raw, copies = list().save(), list().save()
+        for _ in tracer.iter[:5]:
+            for layer in model.model.layers:
+                raw.append(layer.output[1])
+                copies.append(layer.output[1].clone())
+            raw.append(model.logits)
+            copies.append(model.logits.clone())
+    assert len(raw) == 25
+    for a, b in zip(raw, copies, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_put_into_a_slot_that_was_there_before(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        raw = ([None] * 4).save()
+        copies = {}.save()
+        for index, layer in enumerate(model.model.layers):
+            raw[index] = layer.output[1]
+            copies[index] = layer.output[1].clone()
+    for index in range(4):
+        assert torch.equal(raw[index], copies[index]), index
+
+
+def test_read_early_and_saved_late(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        early = model.model.layers[0].output[1]
+        copy = early.clone().save()
+        model.model.layers[2].output  # noqa: B018  the model moves on and rewrites what was read
+        late = early.save()
+        part = early[1:3].save()
+    assert torch.equal(late, copy)
+    assert torch.equal(part, copy[1:3])
+
+
+def test_in_the_middle_of_an_expression(model: VLLM) -> None:
+    layers = model.model.layers
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        first = layers[0].output[1].clone()
+        third = layers[2].output[1].clone()
+        expected = (third - first).save()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        difference = (layers[0].output[1] - layers[2].output[1]).save()
+        pair = torch.stack([layers[3].output[0], layers[3].output[1]]).save()
+    assert torch.equal(difference, -expected)
+    assert pair.shape == (2, 5, 64)
+
+
+def test_a_view_in_the_middle_of_an_expression(model: VLLM) -> None:
+    layers = model.model.layers
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        rows = [layers[0].output[1][-1].clone(), layers[2].output[1][-1].clone()]
+        expected = torch.stack(rows).save()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        stacked = torch.stack([layers[0].output[1][-1], layers[2].output[1][-1]]).save()
+    assert torch.equal(stacked, expected)
+
+
+def _last_rows(first, second):
+    row = first.output[1][-1]
+    other = second.output[1][-1]
+    return row, other
+
+
+def test_in_the_variables_of_a_helper_function(model: VLLM) -> None:
+    layers = model.model.layers
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        a = layers[0].output[1][-1].clone().save()
+        b = layers[2].output[1][-1].clone().save()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        c, d = _last_rows(layers[0], layers[2])
+        both = (c, d).save()
+    assert torch.equal(both[0], a)
+    assert torch.equal(both[1], b)
+
+
+def test_a_tensor_that_the_block_changes_itself_arrives_as_it_was_left(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+        total = torch.zeros(64).save()
+        parts = list().save()
+        for _ in tracer.iter[:4]:
+            row = sum(model.model.layers[1].output)[-1]
+            total += row
+            parts.append(row)
+    assert torch.allclose(total, sum(parts))
+    assert len(parts) == 4
