@@ -7,6 +7,7 @@ and the entry of step ``k`` belong together; whichever is first waits for the ot
 from __future__ import annotations
 
 import asyncio
+import copy
 import pickle
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+from vllm.exceptions import VLLMClientError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
@@ -138,6 +140,9 @@ class Invoke:
             self._fail(_engine_error(output))
             return
         for completion in output.outputs:
+            # vLLM goes on appending to these lists; an output is to stay as it is.
+            completion.token_ids = list(completion.token_ids)
+            completion.logprobs = copy.copy(completion.logprobs)
             sequence = self.sequences[completion.index]
             sequence.waiting_outputs.append((len(completion.token_ids) - 1, output))
             self._join(sequence)
@@ -259,7 +264,9 @@ def _engine_error(error: BaseException) -> NnsightAsyncError:
     if isinstance(error, NnsightAsyncError):
         return error
     kind: type[NnsightAsyncError] = EngineError
-    if isinstance(error, ValueError):  # vLLM refuses a request with one, its prompt's length among the reasons
+    if isinstance(
+        error, (VLLMClientError, ValueError)
+    ):  # vLLM refuses a request with one, its prompt's length among the reasons
         kind = PromptError
     wrapped = kind(str(error) or type(error).__name__)
     wrapped.__cause__ = error

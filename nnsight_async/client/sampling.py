@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from nnsight_async.engine.arguments import did_you_mean
@@ -51,7 +52,7 @@ def make_params(settings: Mapping[str, Any], extra: Mapping[str, Any] | None) ->
         values["skip_reading_prefix_cache"] = True
     try:
         return SamplingParams(**values, output_kind=RequestOutputKind.CUMULATIVE)
-    except (ValueError, TypeError) as error:
+    except (VLLMClientError, ValueError, TypeError) as error:
         raise ArgumentError(str(error)) from error
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from vllm.config import CompilationMode, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from nnsight_async.errors import ArgumentError, UnsupportedError
+from nnsight_async.errors import ArgumentError, EngineError, UnsupportedError
 from nnsight_async.protocol import CONFIG_KEY
 
 _WORKER: Final = "nnsight_async.worker.worker.TracingWorker"
@@ -51,6 +51,7 @@ def build_config(model: str, arguments: dict[str, Any]) -> VllmConfig:
     Raises:
         ArgumentError: an argument that vLLM does not have, or one that contradicts what tracing needs.
         UnsupportedError: something vLLM can do and tracing cannot yet.
+        EngineError: vLLM refuses the model or a value; the cause is its own error.
     """
     known = {field.name for field in fields(AsyncEngineArgs)}
     for name, value in arguments.items():
@@ -61,7 +62,10 @@ def build_config(model: str, arguments: dict[str, Any]) -> VllmConfig:
             raise UnsupportedError(f"{name}={value!r} contradicts tracing: {why}")
     given: dict[str, Any] = {"disable_log_stats": True, "enable_chunked_prefill": False, "enforce_eager": True}
     given.update({name: value for name, value in arguments.items() if value is not None or name not in given})
-    config = AsyncEngineArgs(model=model, **given).create_engine_config()
+    try:
+        config = AsyncEngineArgs(model=model, **given).create_engine_config()
+    except Exception as error:
+        raise EngineError(f"vLLM cannot serve {model!r} like this: {error}") from error
     if config.compilation_config.mode not in (None, CompilationMode.NONE):
         raise UnsupportedError("compilation_config asks for compiled code, which no block can run in; leave it out")
     if config.model_config.runner_type != "generate":
