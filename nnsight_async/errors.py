@@ -6,11 +6,14 @@ says in one line what happened, and its message names the thing and the remedy.
 
 from __future__ import annotations
 
+import os
 import pickle
 import traceback
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class NnsightAsyncError(Exception):
@@ -107,7 +110,11 @@ class BlockFailure:
     @classmethod
     def of(cls, error: BaseException, where: str, tb: TracebackType | None) -> BlockFailure:
         """Describe ``error``; ``tb`` is the part of its traceback that is the user's own."""
-        lines = traceback.format_exception(type(error), error, tb)
+        described = traceback.TracebackException(type(error), error, tb)
+        described.stack = traceback.StackSummary.from_list(
+            [frame for frame in described.stack if not frame.filename.startswith(_PACKAGE)]
+        )
+        lines = described.format()
         try:
             data = pickle.dumps(error.with_traceback(None))
             pickle.loads(data)  # an exception with an __init__ of its own often pickles and does not come back

@@ -8,6 +8,8 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from nnsight_async.client.connection import Connection
+from nnsight_async.client.generate import generate
+from nnsight_async.client.sampling import check_settings, split_prompts
 from nnsight_async.client.tracer import Tracer
 from nnsight_async.engine.arguments import build_config
 from nnsight_async.engine.meta import build_meta_model
@@ -82,6 +84,24 @@ class VLLM:
             PromptError: an empty prompt, or a list of several.
         """
         return Tracer(self, prompt, sampling)
+
+    def generate(self, prompts: Any, *, progress: bool = True, **sampling: Any) -> Any:
+        """Generate without tracing anything.
+
+        Args:
+            prompts: one prompt, in any of the forms that :meth:`trace` takes, or a list of prompts.
+            progress: show a progress bar on stderr.
+            sampling: anything ``vllm.SamplingParams`` takes.
+
+        Returns:
+            vLLM's ``RequestOutput`` of each prompt, in order; in async mode an awaitable of that.
+
+        Raises:
+            ArgumentError: a misspelled or impossible setting.
+            PromptError: a prompt that is empty, too long, or no prompt.
+        """
+        work = generate(self._connection, split_prompts(prompts), check_settings(sampling), progress=progress)
+        return self._connection.call(work) if self.mode == "sync" else self._connection.loop.wait(work)
 
     @property
     def logits(self) -> Any:

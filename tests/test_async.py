@@ -196,7 +196,7 @@ async def test_cancelling_a_task_that_waits_ends_its_request(amodel: VLLM) -> No
     async def consume() -> None:
         async with model.trace(PROMPT, temperature=0.0, max_tokens=400, ignore_eos=True) as tracer:
             for _ in tracer.all():
-                model.samples  # noqa: B018
+                model.samples
 
     task = asyncio.create_task(consume())
     await asyncio.sleep(0.3)
@@ -238,12 +238,12 @@ async def test_what_belongs_to_the_other_form_says_so(model: VLLM, amodel: VLLM)
     with model.trace(PROMPT, max_tokens=1) as tracer:
         pass
     with pytest.raises(UnsupportedError, match='mode="async"'):
-        tracer.backend  # noqa: B018
+        tracer.backend
     trace = amodel.trace(PROMPT, max_tokens=1)
     with pytest.raises(OutsideBlockError, match="left"):
-        trace.backend  # noqa: B018
+        trace.backend
     with pytest.raises(OutsideBlockError, match="only in a block"):
-        trace.result  # noqa: B018
+        trace.result
 
 
 async def test_the_final_output_carries_the_result_and_what_was_made_of_it(amodel: VLLM) -> None:

@@ -37,12 +37,12 @@ def _the_engine_serves_the_next_request(model: VLLM) -> Iterator[None]:
 
 def test_a_path_that_is_not_in_the_tree(model: VLLM) -> None:
     with pytest.raises(LocationError, match=r"'model' \(Qwen3Model\) has no child 'layer'; its children are: embed_to"):
-        model.model.layer  # noqa: B018
+        model.model.layer
     with pytest.raises(LocationError, match="has 4 children, so index 9 is out of range"):
         model.model.layers[9]
     with pytest.raises(BlockError, match="has no child 'mpl'") as caught:
         with model.trace(PROMPT):
-            value = model.model.layers[1].mpl.output.save()  # noqa: F841
+            value = model.model.layers[1].mpl.output.save()
     assert isinstance(caught.value, LocationError)
     assert "model.model.layers[1].mpl.output.save()" in caught.value.where
     assert caught.value.where.startswith(__file__)
@@ -87,19 +87,19 @@ def test_a_prompt_of_no_kind_we_know(model: VLLM) -> None:
 def test_a_prompt_longer_than_the_models_length(model: VLLM) -> None:
     with pytest.raises(PromptError, match="512"):
         with model.trace([5] * 600, max_tokens=1):
-            value = model.logits.save()  # noqa: F841
+            value = model.logits.save()
 
 
 def test_a_token_id_outside_the_vocabulary(model: VLLM) -> None:
     with pytest.raises(PromptError, match="vocab"):
         with model.trace([5, 10**7], max_tokens=1):
-            value = model.logits.save()  # noqa: F841
+            value = model.logits.save()
 
 
 def test_a_block_that_raises_comes_home_with_its_line(model: VLLM) -> None:
     with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
         with model.trace(PROMPT, max_tokens=4):
-            1 / 0  # noqa: B018
+            1 / 0
     error = caught.value
     assert isinstance(error, BlockError)
     assert "1 / 0" in error.where
@@ -128,7 +128,7 @@ def test_an_exception_of_the_users_own_type(model: VLLM) -> None:
 def test_a_name_that_does_not_exist(model: VLLM) -> None:
     with pytest.raises(NameError, match="nowhere") as caught:
         with model.trace(PROMPT, max_tokens=2):
-            x = nowhere.save()  # type: ignore[name-defined]  # noqa: F821, F841
+            x = nowhere.save()  # type: ignore[name-defined]  # noqa: F821
     assert "nowhere.save()" in caught.value.where
 
 
@@ -148,7 +148,7 @@ def test_a_value_that_cannot_travel_is_named(model: VLLM) -> None:
 def test_a_value_that_cannot_come_back_is_named(model: VLLM) -> None:
     with pytest.raises(CaptureError, match=r"lock\) cannot be sent"):
         with model.trace(PROMPT, max_tokens=2):
-            lock = threading.Lock().save()  # noqa: F841
+            lock = threading.Lock().save()
 
 
 def test_an_earlier_location_after_a_later_one(model: VLLM) -> None:
@@ -156,38 +156,38 @@ def test_an_earlier_location_after_a_later_one(model: VLLM) -> None:
         OutOfOrderError, match=r"model\.layers\.1\.output has passed.*model\.layers\.3\.output"
     ) as caught:
         with model.trace(PROMPT, max_tokens=2):
-            model.model.layers[3].output  # noqa: B018
-            value = model.model.layers[1].output.save()  # noqa: F841
+            model.model.layers[3].output
+            value = model.model.layers[1].output.save()
     assert "layers[1]" in caught.value.where
 
 
 def test_a_modules_input_after_its_output(model: VLLM) -> None:
     with pytest.raises(OutOfOrderError, match=r"layers\.1\.mlp\.inputs"):
         with model.trace(PROMPT, max_tokens=2):
-            model.model.layers[1].mlp.output  # noqa: B018
-            value = model.model.layers[1].mlp.input.save()  # noqa: F841
+            model.model.layers[1].mlp.output
+            value = model.model.layers[1].mlp.input.save()
 
 
 def test_a_module_after_the_sampler(model: VLLM) -> None:
     with pytest.raises(OutOfOrderError, match="samples"):
         with model.trace(PROMPT, max_tokens=2):
-            model.samples  # noqa: B018
-            value = model.model.layers[1].output.save()  # noqa: F841
+            model.samples
+            value = model.model.layers[1].output.save()
 
 
 def test_a_step_that_has_passed(model: VLLM) -> None:
     with pytest.raises(OutOfOrderError, match="step 0 has passed"):
         with model.trace(PROMPT, max_tokens=4, ignore_eos=True) as tracer:
             for _ in tracer.iter[:2]:
-                model.samples  # noqa: B018
+                model.samples
             for _ in tracer.iter[:2]:
-                value = model.samples.save()  # noqa: F841
+                value = model.samples.save()
 
 
 def test_a_module_that_the_forward_does_not_call(model: VLLM) -> None:
     with pytest.raises(NeverReachedError, match=r"lm_head\.output is never reached"):
         with model.trace(PROMPT, max_tokens=2):
-            value = model.lm_head.output.save()  # noqa: F841
+            value = model.lm_head.output.save()
 
 
 def test_a_bounded_loop_that_the_request_cannot_supply(model: VLLM) -> None:
@@ -208,7 +208,7 @@ def test_steps_that_make_no_sense(model: VLLM) -> None:
     with pytest.raises(ArgumentError, match="counted from 0"):
         with model.trace(PROMPT, max_tokens=2) as tracer:
             for _ in tracer.iter[-2:]:
-                value = model.samples.save()  # noqa: F841
+                value = model.samples.save()
 
 
 def test_a_return_in_a_block(model: VLLM) -> None:
@@ -241,14 +241,14 @@ def test_an_invoke_in_a_trace_with_a_prompt(model: VLLM) -> None:
     with pytest.raises(UnsupportedError, match="invoke"):
         with model.trace(PROMPT, max_tokens=1) as tracer:
             with tracer.invoke(PROMPT):
-                value = model.logits.save()  # noqa: F841
+                value = model.logits.save()
 
 
 def test_an_exception_between_the_invokes_is_the_callers_own(model: VLLM) -> None:
     with pytest.raises(RuntimeError, match="mine"):
         with model.trace(max_tokens=1) as tracer:
             with tracer.invoke(PROMPT):
-                token = model.samples.save()  # noqa: F841
+                token = model.samples.save()
             raise RuntimeError("mine")
     assert "token" not in locals()
 

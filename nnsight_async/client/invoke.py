@@ -54,7 +54,8 @@ class Sequence:
 class Invoke:
     """The coroutine that manages one request, and what has come of it.
 
-    ``emit`` is called on the engine's loop with each joined output, as it comes.
+    ``resolve`` finds what references in saved values stand for; without it the request is not traced, and no entries
+    are waited for. ``emit`` is called on the engine's loop with each joined output, as it comes.
     """
 
     def __init__(
@@ -62,14 +63,12 @@ class Invoke:
         number: int,
         prompt: Any,
         params: SamplingParams,
-        traced: bool,
-        resolve: wire.Resolve,
+        resolve: wire.Resolve | None,
         emit: Callable[[StepOutput], None],
     ) -> None:
         self.number = number
         self.prompt = prompt
         self.params = params
-        self.traced = traced
         self.error: BaseException | None = None
         self.output: StepOutput | None = None
         self.sequences: dict[int, Sequence] = {}
@@ -79,6 +78,7 @@ class Invoke:
         self._emit = emit
         self._over = asyncio.Event()
         self._final = asyncio.Event()
+        self._whole: RequestOutput | None = None
         self._connection: Connection | None = None
         self._internal_id: str | None = None
 
@@ -103,6 +103,14 @@ class Invoke:
             await asyncio.shield(connection.forget(self))
 
     @property
+    def result(self) -> RequestOutput:
+        """vLLM's RequestOutput of the finished request, with the completions of all its sequences."""
+        assert self.output is not None
+        if self._whole is None:
+            self._whole = self._assemble(self.output)
+        return self._whole
+
+    @property
     def over(self) -> bool:
         """Whether the request has ended."""
         return self._over.is_set()
@@ -124,14 +132,16 @@ class Invoke:
         if self.params.n == 1:
             return ordered[0].saves if ordered else {}
         names = dict.fromkeys(name for sequence in ordered for name in sequence.saves)
-        return {name: [s.saves[name] for s in ordered if name in s.saves] for name in names}
+        values = {name: [s.saves[name] for s in ordered if name in s.saves] for name in names}
+        # The result is the request's, not a sequence's: its outputs are the sequences.
+        return {name: v[0] if all(isinstance(o, RequestOutput) for o in v) else v for name, v in values.items()}
 
     # The two streams in; called on the engine's loop.
 
     def registered(self, internal_id: str, index: int) -> None:
         """Learn the worker's id of a sequence."""
         self.sequences[index] = self._by_id[internal_id] = Sequence(index, internal_id)
-        if self.traced and self._connection is not None:
+        if self._resolve is not None and self._connection is not None:
             self._connection.mailbox.receivers[internal_id] = self
 
     def put(self, output: RequestOutput | Exception) -> None:
@@ -161,7 +171,7 @@ class Invoke:
     def _join(self, sequence: Sequence) -> None:
         while sequence.waiting_outputs and not self._over.is_set():
             step, output = sequence.waiting_outputs[0]
-            if self.traced and step > sequence.step:
+            if self._resolve is not None and step > sequence.step:
                 if step not in sequence.waiting_entries:
                     return
                 for passed in range(sequence.step + 1, step + 1):
@@ -174,6 +184,7 @@ class Invoke:
 
     def _take(self, sequence: Sequence, entry: Entry, slab: memoryview) -> None:
         sequence.state, sequence.where = entry.state, entry.where
+        assert self._resolve is not None
         try:
             if entry.changes:
                 changed = wire.loads(entry.changes, slab, self._resolve)
@@ -211,7 +222,7 @@ class Invoke:
         """Put the result where the block wants it, note loops that were cut short, emit the last output."""
         assert self.output is not None
         assert self._connection is not None
-        result = self._result(self.output)
+        result = self.result
         waiting = [s for s in self.sequences.values() if s.wants_result]
         if waiting:
             data = cloudpickle.dumps(result)
@@ -233,7 +244,7 @@ class Invoke:
             self.output.outputs = result.outputs
         self._emit(self.output)
 
-    def _result(self, last: RequestOutput) -> RequestOutput:
+    def _assemble(self, last: RequestOutput) -> RequestOutput:
         """The request's own RequestOutput, with the completions of all its sequences."""
         result = RequestOutput.__new__(RequestOutput)
         result.__dict__.update({k: v for k, v in last.__dict__.items() if k not in StepOutput.__annotations__})

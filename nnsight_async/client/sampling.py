@@ -40,7 +40,11 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def make_params(settings: Mapping[str, Any], extra: Mapping[str, Any] | None) -> SamplingParams:
+def make_params(
+    settings: Mapping[str, Any],
+    extra: Mapping[str, Any] | None = None,
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+) -> SamplingParams:
     """vLLM's sampling parameters of one request; ``extra`` is what rides along for the worker if it is traced.
 
     Raises:
@@ -51,9 +55,16 @@ def make_params(settings: Mapping[str, Any], extra: Mapping[str, Any] | None) ->
         values["extra_args"] = {**(values.get("extra_args") or {}), **extra}
         values["skip_reading_prefix_cache"] = True
     try:
-        return SamplingParams(**values, output_kind=RequestOutputKind.CUMULATIVE)
+        return SamplingParams(**values, output_kind=output_kind)
     except (VLLMClientError, ValueError, TypeError) as error:
         raise ArgumentError(str(error)) from error
+
+
+def split_prompts(prompts: Any) -> list[dict[str, Any]]:
+    """vLLM's prompt dicts of one prompt, or of a list of them (a list of numbers is one prompt's token ids)."""
+    if isinstance(prompts, (list, tuple)) and prompts and not isinstance(prompts[0], int):
+        return [make_prompt(prompt) for prompt in prompts]
+    return [make_prompt(prompts)]
 
 
 def make_prompt(prompt: Any) -> dict[str, Any]:

@@ -41,9 +41,9 @@ class _Block:
         self._program = make_program(self._source)
         self._skip = BodySkip(frame, self._source)
 
-    def arm(self) -> None:
-        """Have the interpreter skip the body; the last thing done on entering."""
-        self._skip.arm()
+    def arm(self, entered: object) -> None:
+        """Have the interpreter skip the body; the last thing done on entering. ``entered`` is what ``as`` binds."""
+        self._skip.arm(entered)
 
     def leave(self, exc_type: type[BaseException] | None, exc: BaseException | None) -> bool:
         """Whether the body was skipped (or was empty), and not left by an exception of its own."""
@@ -52,7 +52,7 @@ class _Block:
     def message(self, tracer: Tracer) -> bytes:
         """The block as it travels, with the values it reads as they are now."""
         program = self._program
-        values = dumps(collect(self._frame, program.reads), tracer._reference)
+        values = dumps(collect(self._frame, program.reads), tracer._reference, where=self._source.where)
         return msgspec.msgpack.encode(Traced(msgspec.msgpack.encode(program), program.digest, values))
 
 
@@ -75,7 +75,7 @@ class Tracer:
     def __init__(self, model: VLLM, prompt: Any, settings: Mapping[str, Any]) -> None:
         self._model = model
         self._settings = check_settings(settings)
-        make_params(self._settings, None)  # a bad value is told here, not after the block
+        make_params(self._settings)  # a bad value is told here, not after the block
         self._prompt = None if prompt is None else make_prompt(prompt)
         self._frame: FrameType | None = None
         self._block: _Block | None = None
@@ -137,7 +137,7 @@ class Tracer:
         self._frame = frame
         if self._prompt is not None:
             self._block = _Block(frame)
-            self._block.arm()
+            self._block.arm(self)
 
     def _leave(self, exc_type: type[BaseException] | None, exc: BaseException | None) -> bool:
         if self._block is not None:
@@ -178,7 +178,7 @@ class Tracer:
         params = make_params(settings, {EXTRA_ARG: block.message(self)})
         # Salted, so that what an edited request leaves in the prefix cache is found by nobody.
         salted = {**prompt, "cache_salt": uuid.uuid4().hex}
-        self._invokes.append(Invoke(len(self._invokes), salted, params, True, self._resolve, self._emit))
+        self._invokes.append(Invoke(len(self._invokes), salted, params, self._resolve, self._emit))
 
     def _submit(self) -> None:
         if not self._invokes:
@@ -313,7 +313,7 @@ class InvokeContext:
 
     def __enter__(self) -> Self:
         self._block = _Block(sys._getframe(1))
-        self._block.arm()
+        self._block.arm(self)
         return self
 
     def __exit__(

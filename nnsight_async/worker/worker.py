@@ -103,6 +103,7 @@ class Session:
         self._model = ModelFace(self._root, self.interleaver, self._tokenizer)
         self._tracer = TracerFace(self.interleaver)
         self.mailbox = Mailbox(settings.mailbox, self.interleaver, self._reference)
+        self._result: Any = None  # the RequestOutput that a block is being given
         self._programs: dict[str, tuple[CompiledProgram, bool]] = {}
         self._saving = saving_functions(self.interleaver)
         install_reader(self.interleaver)
@@ -149,10 +150,12 @@ class Session:
         if result is None:
             self.interleaver.drop([request_id])
             return
-        block = self.interleaver.resolve_result(request_id, cloudpickle.loads(result))
+        self._result = cloudpickle.loads(result)
+        block = self.interleaver.resolve_result(request_id, self._result)
         if block is not None:
             self.mailbox.post([block], final=True)
             self.interleaver.drop([request_id])
+        self._result = None
 
     # In a step; called by the runner's adapter.
 
@@ -218,7 +221,9 @@ class Session:
             return ("module", value._path)
         if value is self._model or value is self._tracer:
             return ("model",) if value is self._model else ("tracer",)
-        return ("result",) if value is RESULT else None
+        if value is RESULT or (value is self._result and value is not None):
+            return ("result",)
+        return None
 
 
 _STOP_REASONS = {BlockState.STOPPED: STOPPED_BY_TRACER, BlockState.FAILED: STOPPED_BY_ERROR}
