@@ -1,9 +1,9 @@
 """Throughput of this package beside plain vLLM, on the same machine in the same run.
 
-``python -m benchmarks.run`` starts a plain ``AsyncLLM`` and ours on SmolLM2, runs every workload on each in turn, several
-times over, and prints the ratio of tokens per second to plain vLLM's: the median of the rounds, with the lowest and the
-highest. The two take turns within a round, so what slows the machine down slows both. Only ratios mean anything on a
-CPU.
+``python -m benchmarks.run`` starts a plain ``AsyncLLM`` and ours on SmolLM2, runs every workload on each in turn,
+several times over, and prints the ratio of tokens per second to plain vLLM's: the median of the rounds, with the lowest
+and the highest. The two take turns within a round, so what slows the machine down slows both. Only ratios mean anything
+on a CPU.
 """
 
 from __future__ import annotations

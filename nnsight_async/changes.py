@@ -64,18 +64,19 @@ _Node = _Leaf | _List | _Dict
 
 
 class Shadow:
-    """What has been sent of one block's saved values.
+    """What has been sent of one block's saved values."""
 
-    ``mutates`` says that the block changes tensors in place: then a tensor's identity does not tell whether it is
-    still the one that was sent, and tensors are sent again at every step.
-    """
-
-    def __init__(self, *, mutates: bool) -> None:
-        self._mutates = mutates
+    def __init__(self) -> None:
+        self._mutates = False
         self._names: dict[str, _Node] = {}
 
-    def update(self, saved: Mapping[str, Any]) -> dict[str, Change]:
-        """The changes that turn what was sent into ``saved``, which counts as sent from now on."""
+    def update(self, saved: Mapping[str, Any], *, mutates: bool = False) -> dict[str, Change]:
+        """The changes that turn what was sent into ``saved``, which counts as sent from now on.
+
+        ``mutates`` says that tensors may have been changed in place: then a tensor's identity does not tell whether it
+        is still the one that was sent, and every tensor is sent again.
+        """
+        self._mutates = mutates
         changes: dict[str, Change] = {}
         for name, value in saved.items():
             node, change = self._diff(self._names.get(name), value)

@@ -122,7 +122,7 @@ class BlockFailure:
             data = b""
         return cls(type(error).__name__, str(error), where, "".join(lines), data)
 
-    def to_exception(self, invoke: int) -> NnsightAsyncError:
+    def to_exception(self, invoke: int) -> BlockError:
         """The exception to raise in the caller, with the original as its cause where there is one."""
         original: BaseException | None = None
         if self.error:
@@ -130,10 +130,13 @@ class BlockFailure:
                 original = pickle.loads(self.error)
             except Exception:
                 original = None
+        return self._error(original, invoke)
+
+    def _error(self, original: BaseException | None, invoke: int) -> BlockError:
         kind: type[BlockError] = BlockError
         if original is not None:
             kind = _block_error_type(type(original))  # type: ignore[arg-type]  # mypy: a class is hashable
-        message = self.message if original is not None else f"{self.type_name}: {self.message}"
+        message = self.message if kind is not BlockError else f"{self.type_name}: {self.message}"
         text = f"{message}\n  in the block at {self.where}" if self.where else message
         error = kind.__new__(kind)
         error.args = (text,)
@@ -146,7 +149,7 @@ class BlockFailure:
 @cache
 def _block_error_type(original: type[BaseException]) -> type[BlockError]:
     """A class that is both a BlockError and ``original``, or BlockError where Python does not allow the mix."""
-    if not issubclass(original, Exception):
+    if not issubclass(original, Exception) or issubclass(original, BaseExceptionGroup):
         return BlockError
 
     def to_text(self: BlockError) -> str:

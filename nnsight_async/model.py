@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -15,8 +14,6 @@ from nnsight_async.engine.arguments import build_config
 from nnsight_async.engine.meta import build_meta_model
 from nnsight_async.errors import ArgumentError, OutsideBlockError, UnsupportedError
 from nnsight_async.tree import ModuleRef
-
-_open: weakref.WeakSet[VLLM] = weakref.WeakSet()
 
 
 class VLLM:
@@ -62,12 +59,13 @@ class VLLM:
         self._loaded_tokenizer: Any = None
         log_stats = engine_arguments.get("disable_log_stats") is False
         self._connection = Connection(self._config, log_stats=log_stats)
-        _open.add(self)
+        # Also when the model is collected, or the process exits without closing it.
+        self._finalizer = weakref.finalize(self, self._connection.close)
         if dispatch:
             if mode == "sync":
                 self._connection.call(self._connection.ready())
             else:
-                self._connection.loop.submit(self._connection.ready())
+                self._connection.start(self._connection.ready())
 
     # Tracing.
 
@@ -101,7 +99,7 @@ class VLLM:
             PromptError: a prompt that is empty, too long, or no prompt.
         """
         work = generate(self._connection, split_prompts(prompts), check_settings(sampling), progress=progress)
-        return self._connection.call(work) if self.mode == "sync" else self._connection.loop.wait(work)
+        return self._connection.call(work) if self.mode == "sync" else self._connection.wait(work)
 
     @property
     def logits(self) -> Any:
@@ -131,15 +129,14 @@ class VLLM:
             EngineError: it could not start.
             ClosedError: the model is closed.
         """
-        await self._connection.loop.wait(self._connection.ready())
+        await self._connection.wait(self._connection.ready())
 
     async def live(self) -> int:
         """How many traced requests the worker holds at this moment."""
-        return await self._connection.loop.wait(self._connection.worker_live())
+        return await self._connection.wait(self._connection.worker_live())
 
     def close(self) -> None:
         """Abort what is running and shut the engine down. Closing twice does nothing."""
-        _open.discard(self)
         self._connection.close()
 
     async def aclose(self) -> None:
@@ -178,10 +175,3 @@ class VLLM:
 
     def __repr__(self) -> str:
         return repr(self._root)
-
-
-@atexit.register
-def _close_all() -> None:
-    """A process that exits without closing its models leaves no engine behind."""
-    for model in list(_open):
-        model.close()

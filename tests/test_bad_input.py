@@ -279,3 +279,31 @@ def test_an_engine_argument_that_vllm_does_not_have() -> None:
 def test_a_model_that_is_not_there() -> None:
     with pytest.raises((EngineError, ArgumentError), match="no-such-model"):
         VLLM("./no-such-model")
+
+
+def test_a_group_of_exceptions(model: VLLM) -> None:
+    with pytest.raises(BlockError, match="ExceptionGroup: both"):
+        with model.trace(PROMPT, max_tokens=2):
+            raise ExceptionGroup("both", [ValueError("one"), TypeError("two")])
+
+
+def test_a_block_that_catches_what_it_is_told_and_reads_on(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+        told = list().save()
+        for _ in tracer.iter[:3]:
+            model.samples
+            try:
+                model.model.layers[0].output
+            except Exception as error:
+                told.append(type(error).__name__)
+    assert told == ["OutOfOrderError"] * 3
+
+
+def test_a_block_that_begins_with_try(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2) as tracer:
+        try:
+            token = model.samples.item().save()
+            result = tracer.result.save()
+        finally:
+            done = "yes".save()
+    assert (token, done) == (result.outputs[0].token_ids[0], "yes")

@@ -143,3 +143,28 @@ def test_a_tensor_that_the_block_changes_itself_arrives_as_it_was_left(model: VL
             parts.append(row)
     assert torch.allclose(total, sum(parts))
     assert len(parts) == 4
+
+
+def test_a_view_of_an_earlier_value_beside_a_later_one(model: VLLM) -> None:
+    layers = model.model.layers
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        rows = [layers[0].output[1][-1].clone(), layers[2].output[1][-1].clone()]
+        expected = torch.stack(rows).save()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        early = layers[0].output
+        stacked = torch.stack([early[1][-1], layers[2].output[1][-1]]).save()
+        rest = [layer.output[1][-1] for layer in layers[3:]].save()
+    assert torch.equal(stacked, expected)
+    assert rest[0].shape == (64,)
+
+
+def _double(tensor):
+    tensor.mul_(2)
+
+
+def test_a_tensor_that_a_helper_function_changes(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+        ones = torch.ones(2).save()
+        for _ in tracer.iter[:3]:
+            _double(ones)
+    assert ones.tolist() == [8.0, 8.0]

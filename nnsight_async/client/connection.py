@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import uuid
-from typing import Any
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import msgspec
 from vllm.config import VllmConfig
@@ -15,13 +18,15 @@ from nnsight_async.client.invoke import Invoke
 from nnsight_async.client.loop import LoopThread
 from nnsight_async.client.mailbox import Mailbox
 from nnsight_async.engine.arguments import set_worker_settings
-from nnsight_async.engine.start import Sink, start_engine
+from nnsight_async.engine.start import Sink, render_prompt, start_engine
 from nnsight_async.errors import ClosedError, EngineError, NnsightAsyncError
 from nnsight_async.protocol import WorkerSettings
 
+T = TypeVar("T")
+
 
 class Connection:
-    """One engine on one background event loop. Everything but ``call`` and ``close`` runs on that loop."""
+    """One engine on one background event loop. What is not said to be for any thread runs on that loop."""
 
     def __init__(self, config: VllmConfig, *, log_stats: bool) -> None:
         self.loop = LoopThread("nnsight-async-engine")
@@ -31,8 +36,10 @@ class Connection:
         self._engine: AsyncLLM | None = None
         self._sinks: dict[str, Sink] = {}
         self._mailbox: Mailbox | None = None
-        self._invokes: set[Invoke] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failure: NnsightAsyncError | None = None
         self._closed = False
+        self._closing = threading.Lock()
 
     @property
     def mailbox(self) -> Mailbox:
@@ -55,6 +62,8 @@ class Connection:
         """
         if self._closed:
             raise ClosedError("the model is closed")
+        if self._failure is not None:
+            raise self._failure
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
         # The start belongs to all who wait for it, so none of them may cancel it.
@@ -71,25 +80,26 @@ class Connection:
         self._mailbox.start(self._mailbox_failed)
 
     def _mailbox_failed(self, error: BaseException) -> None:
-        for invoke in list(self._invokes):
-            invoke.put(EngineError(f"the mailbox failed: {type(error).__name__}: {error}"))
+        self._failure = EngineError(f"the mailbox failed: {type(error).__name__}: {error}")
+        for sink in set(self.mailbox.receivers.values()):
+            assert isinstance(sink, Invoke)
+            sink.put(self._failure)
 
     async def submit(self, invoke: Invoke) -> str:
         """Put an invoke's request into the engine; returns its internal id."""
         await self.ready()
-        self._invokes.add(invoke)
         request_id = f"trace-{uuid.uuid4().hex[:16]}"
         self._sinks[request_id] = invoke
         try:
-            collector = await self.engine.add_request(request_id, invoke.prompt, invoke.params)
+            prompt = await render_prompt(self.engine, invoke.prompt)
+            collector = await self.engine.add_request(request_id, prompt, invoke.params)
         finally:
             del self._sinks[request_id]
         return str(collector.request_id)
 
     async def forget(self, invoke: Invoke) -> None:
         """Free everything of an invoke, aborting its request if it is still running."""
-        self._invokes.discard(invoke)
-        if self._engine is None or self._closed:
+        if self._engine is None:
             return
         for worker_id in invoke.worker_ids:
             self.mailbox.receivers.pop(worker_id, None)
@@ -107,32 +117,73 @@ class Connection:
         await self.engine.collective_rpc("nnsight_async_result", args=(worker_id, result))
 
     async def worker_live(self) -> int:
-        """How many blocks the worker holds."""
+        """How many blocks the worker holds; none before the engine runs."""
+        if self._engine is None:
+            return 0
         return int((await self.engine.collective_rpc("nnsight_async_live"))[0])
 
+    # From any thread.
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the engine's loop; it is cancelled if the model is closed meanwhile.
+
+        Raises:
+            ClosedError: the model is closed.
+        """
+        if self._closed:
+            coroutine.close()
+            raise ClosedError("the model is closed")
+        return self.loop.submit(self._tracked(coroutine))
+
+    async def _tracked(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await coroutine
+        finally:
+            self._tasks.discard(task)
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's loop and wait for it, from another thread; an interrupt cancels it."""
+        future = self.start(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's loop and wait for it, from a coroutine on any other loop."""
+        return await asyncio.wrap_future(self.start(coroutine))
+
+    def close(self) -> None:
+        """Abort what is running, shut the engine down and end the loop; the second time it does nothing."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        if self.loop.is_current():
+            # The garbage collector may call from anywhere, and the loop cannot wait for itself.
+            threading.Thread(target=self._close, name="nnsight-async-close").start()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self.loop.submit(self._shutdown()).result()
+        finally:
+            self.loop.stop()
+
     async def _shutdown(self) -> None:
-        self._closed = True
         if self._starting is not None and not self._starting.done():
             with contextlib.suppress(NnsightAsyncError):
                 await asyncio.shield(self._starting)
-        for invoke in list(self._invokes):
-            invoke.put(ClosedError("the model was closed while the request was running"))
-        await asyncio.sleep(0)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel("the model was closed")
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._engine is not None:
             self._engine.shutdown()
-            assert self._mailbox is not None
-            self._mailbox.close()
+            self.mailbox.close()
             self._engine = None
-
-    def call(self, coroutine: Any) -> Any:
-        """Run a coroutine on the engine's loop and wait for it, from another thread."""
-        return self.loop.call(coroutine)
-
-    def close(self) -> None:
-        """Shut the engine down and end the loop; the second time it does nothing."""
-        if self.loop.loop.is_closed():
-            return
-        try:
-            self.loop.call(self._shutdown())
-        finally:
-            self.loop.stop()

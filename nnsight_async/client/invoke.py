@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Sequence:
+class SequenceState:
     """One of the ``n`` sequences of an invoke, as far as it has come."""
 
     index: int
@@ -71,9 +71,9 @@ class Invoke:
         self.params = params
         self.error: BaseException | None = None
         self.output: StepOutput | None = None
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, SequenceState] = {}
         self.cut_short: list[str] = []
-        self._by_id: dict[str, Sequence] = {}
+        self._by_id: dict[str, SequenceState] = {}
         self._resolve = resolve
         self._emit = emit
         self._over = asyncio.Event()
@@ -140,7 +140,7 @@ class Invoke:
 
     def registered(self, internal_id: str, index: int) -> None:
         """Learn the worker's id of a sequence."""
-        self.sequences[index] = self._by_id[internal_id] = Sequence(index, internal_id)
+        self.sequences[index] = self._by_id[internal_id] = SequenceState(index, internal_id)
         if self._resolve is not None and self._connection is not None:
             self._connection.mailbox.receivers[internal_id] = self
 
@@ -168,7 +168,7 @@ class Invoke:
         sequence.waiting_entries[entry.step] = (entry, slab)
         self._join(sequence)
 
-    def _join(self, sequence: Sequence) -> None:
+    def _join(self, sequence: SequenceState) -> None:
         while sequence.waiting_outputs and not self._over.is_set():
             step, output = sequence.waiting_outputs[0]
             if self._resolve is not None and step > sequence.step:
@@ -182,20 +182,20 @@ class Invoke:
             sequence.step = max(step, sequence.step)
             self._output(sequence, step, output)
 
-    def _take(self, sequence: Sequence, entry: Entry, slab: memoryview) -> None:
+    def _take(self, sequence: SequenceState, entry: Entry, slab: memoryview) -> None:
         sequence.state, sequence.where = entry.state, entry.where
         assert self._resolve is not None
         try:
             if entry.changes:
                 changed = wire.loads(entry.changes, slab, self._resolve)
                 sequence.saves = changes.apply(sequence.saves, changed)
+            if entry.error:
+                self._fail(pickle.loads(entry.error).to_exception(self.number))
         except Exception as error:
             self._fail(NnsightAsyncError(f"what the block saved could not be read: {type(error).__name__}: {error}"))
             return
-        if entry.error:
-            self._fail(pickle.loads(entry.error).to_exception(self.number))
 
-    def _output(self, sequence: Sequence, step: int, output: RequestOutput) -> None:
+    def _output(self, sequence: SequenceState, step: int, output: RequestOutput) -> None:
         completion = next(c for c in output.outputs if c.index == sequence.index)
         sequence.completion = completion
         joined = StepOutput.of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -42,30 +42,14 @@ class LoopThread:
         """Start a coroutine on the loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and wait for it, from any other thread; an interrupt cancels it."""
-        if threading.current_thread() is self._thread:
-            coroutine.close()
-            raise RuntimeError("a blocking call cannot be made on the engine's own event loop")
-        future = self.submit(coroutine)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and wait for it, from a coroutine on any other loop."""
-        return await asyncio.wrap_future(self.submit(coroutine))
-
-    def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Have a function called on the loop, from any thread."""
-        self.loop.call_soon_threadsafe(function, *args)
+    def is_current(self) -> bool:
+        """Whether the caller runs on this loop's thread."""
+        return threading.current_thread() is self._thread
 
     def stop(self) -> None:
         """End the loop and its thread."""
         if self.loop.is_closed():
             return
         self.loop.call_soon_threadsafe(self.loop.stop)
-        if threading.current_thread() is not self._thread:
+        if not self.is_current():
             self._thread.join(timeout=10)

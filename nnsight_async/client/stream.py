@@ -56,14 +56,16 @@ class Stream:
         self._running = invokes
         self._close = close
         self._last: StepOutput | None = None
+        self._closed = False
 
     # On the engine's loop.
 
     def put(self, item: StepOutput | BaseException | CutShort) -> None:
         """Add an output, the error of an invoke, or a warning about one."""
         with self._lock:
-            self._items.append(item)
-            self._wake()
+            if not self._closed:
+                self._items.append(item)
+                self._wake()
 
     def ended(self) -> None:
         """Count one invoke as over."""
@@ -117,6 +119,7 @@ class Stream:
 
     async def aclose(self) -> None:
         """Abort the requests that are still running and drop what has not been taken out."""
+        self._closed = True
         await self._close()
         with self._lock:
             self._items.clear()

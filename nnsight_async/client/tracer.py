@@ -7,7 +7,7 @@ import itertools
 import sys
 import uuid
 from collections.abc import Awaitable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -20,6 +20,7 @@ from nnsight_async.client.stream import CutShort, Stream
 from nnsight_async.errors import (
     ArgumentError,
     CaptureError,
+    ClosedError,
     OutsideBlockError,
     UnsupportedError,
 )
@@ -82,6 +83,7 @@ class Tracer:
         self._invokes: list[Invoke] = []
         self._stream: Stream | None = None
         self._done: Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._entered = False
 
     # Opening and leaving.
@@ -122,8 +124,10 @@ class Tracer:
         self._submit()
         assert self._done is not None
         try:
-            await asyncio.wrap_future(self._done)
+            await asyncio.shield(asyncio.wrap_future(self._done))
         except asyncio.CancelledError:
+            if self._done.cancelled():
+                raise ClosedError("the model was closed while the trace was running") from None
             await self._close()
             raise
         self._finish()
@@ -186,12 +190,19 @@ class Tracer:
                 "the trace has no prompt: write model.trace(prompt), or open `with tracer.invoke(prompt):` in it"
             )
         self._stream = Stream(len(self._invokes), self._close)
-        self._done = self._model._connection.loop.submit(self._run())
+        self._done = self._model._connection.start(self._run())
 
     # On the engine's loop.
 
     async def _run(self) -> None:
+        self._task = asyncio.current_task()
         await asyncio.gather(*(self._run_invoke(invoke) for invoke in self._invokes))
+
+    async def _abort(self) -> None:
+        """Cancel the invokes that are still running, and wait until everything of them is freed."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run_invoke(self, invoke: Invoke) -> None:
         assert self._stream is not None
@@ -231,13 +242,17 @@ class Tracer:
     def _wait_here(self, done: Future[None]) -> None:
         try:
             done.result()
+        except CancelledError:
+            raise ClosedError("the model was closed while the trace was running") from None
         except BaseException:  # an interrupt: the requests are of no more use
             done.cancel()
             raise
 
     async def _close(self) -> None:
-        if self._done is not None:
-            self._done.cancel()
+        """Close the trace, from the caller's loop; a caller that is cancelled meanwhile does not undo it."""
+        assert self._done is not None
+        if not self._done.done():
+            await asyncio.shield(self._model._connection.wait(self._abort()))
 
     def _finish(self) -> None:
         """Write the saved names back, tell of loops that were cut short, and raise the first error there was."""

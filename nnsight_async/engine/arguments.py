@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Final
 
+from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -60,6 +62,7 @@ def build_config(model: str, arguments: dict[str, Any]) -> VllmConfig:
         refused, why = _REFUSED.get(name, (None, ""))
         if refused is not None and refused(value):
             raise UnsupportedError(f"{name}={value!r} contradicts tracing: {why}")
+    _choose_runner()
     given: dict[str, Any] = {"disable_log_stats": True, "enable_chunked_prefill": False, "enforce_eager": True}
     given.update({name: value for name, value in arguments.items() if value is not None or name not in given})
     try:
@@ -74,6 +77,13 @@ def build_config(model: str, arguments: dict[str, Any]) -> VllmConfig:
     asynchronous = config.scheduler_config.async_scheduling
     config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER if asynchronous else _SCHEDULER
     return config
+
+
+def _choose_runner() -> None:
+    """Have vLLM take its V1 model runner: blocks are not yet run in V2, its default on GPUs."""
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise UnsupportedError("VLLM_USE_V2_MODEL_RUNNER=1 contradicts tracing: blocks run in the V1 runner; unset it")
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 
 def set_worker_settings(config: VllmConfig, settings: dict[str, Any]) -> None:

@@ -1,11 +1,16 @@
 """vLLM's schedulers, with one addition: a request ends at the step at which its block says so.
 
 The worker writes the stops of a step on its ``ModelRunnerOutput``; the scheduler reads them where it looks for the
-usual reasons to stop. No token is forged, and ``ignore_eos`` and ``min_tokens`` make no difference.
+usual reasons to stop. No token is forged, and ``ignore_eos`` and ``min_tokens`` make no difference. Beside that, an
+engine ends when the client that started it has died.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from typing import Any, Final
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -18,6 +23,13 @@ STOPS_ATTRIBUTE: Final = "nnsight_async_stops"
 
 class _Stops:
     _stops: dict[str, str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The scheduler is what of ours lives in the engine core's process, which by itself outlives a killed client.
+        threading.Thread(
+            target=_end_with_parent, args=(os.getppid(),), name="nnsight-async-parent", daemon=True
+        ).start()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._stops = getattr(model_runner_output, STOPS_ATTRIBUTE, {})
@@ -35,6 +47,13 @@ class _Stops:
         request.status = RequestStatus.FINISHED_STOPPED
         request.stop_reason = reason
         return tokens, True
+
+
+def _end_with_parent(parent: int) -> None:
+    """Have the engine shut down in good order once the process that started it is no more."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class TracingScheduler(_Stops, Scheduler):

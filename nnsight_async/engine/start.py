@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import multiprocessing.spawn
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
+from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
@@ -67,6 +68,13 @@ def start_engine(config: VllmConfig, *, log_stats: bool = False) -> tuple[AsyncL
     assert isinstance(processor, _Outputs)
     processor.sinks = {}
     return engine, processor.sinks
+
+
+async def render_prompt(engine: AsyncLLM, prompt: Mapping[str, Any]) -> Any:
+    """A prompt dict as the engine takes it in: tokenized, and checked against the model's length and vocabulary."""
+    parsed = parse_model_prompt(engine.model_config, prompt)
+    (rendered,) = await engine.renderer.render_cmpl_async([parsed])
+    return rendered
 
 
 @contextmanager

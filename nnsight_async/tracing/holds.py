@@ -18,7 +18,7 @@ _LOOPS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.
 
 
 def hold_views(body: list[ast.stmt]) -> list[ast.stmt]:
-    """``body`` with every view of a location wrapped, in statements that read more than one location."""
+    """``body`` with what may be a view wrapped, in statements in the middle of which the model may move on."""
     return [cast(ast.stmt, _Statements().visit(statement)) for statement in body]
 
 
@@ -27,47 +27,71 @@ class _Statements(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.expr):
-            return _Wrap().visit(node) if _reads_several(node) else node
-        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Delete)) and _reads_several(
-            node
-        ):
-            return _Wrap().visit(node)  # the target's own reads count as well
+            return cast(ast.AST, _Wrap().visit(node)) if _may_hold(node) else node
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Delete)) and _may_hold(node):
+            return cast(ast.AST, _Wrap().visit(node))  # the target's own reads count as well
         return self.generic_visit(node)
 
 
 class _Wrap(ast.NodeTransformer):
-    """Wraps each maximal chain of subscripts, attributes and calls that begins at a location."""
+    """Wraps whatever may be a view of something: subscripts, attributes and calls, but no plain name or location."""
 
-    def visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, (ast.Subscript, ast.Attribute, ast.Call)) and _is_view(node):
-            if isinstance(node, ast.Call) or isinstance(node.ctx, ast.Load):
-                call = ast.Call(ast.Name(HOLD, ast.Load()), [node], [])
-                return ast.fix_missing_locations(ast.copy_location(call, node))
-            return node
-        return self.generic_visit(node)
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        return self._wrapped(node) if isinstance(node.ctx, ast.Load) else self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if node.attr in _LOCATIONS:
+            return node  # the location's own value is known to the worker as it is
+        return self._wrapped(node) if isinstance(node.ctx, ast.Load) else self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        return self._wrapped(node)
+
+    def _wrapped(self, node: ast.Subscript | ast.Attribute | ast.Call) -> ast.AST:
+        self._inside(node)
+        return ast.fix_missing_locations(ast.copy_location(ast.Call(ast.Name(HOLD, ast.Load()), [node], []), node))
+
+    def _inside(self, node: ast.expr) -> None:
+        """Wrap in the arguments and indices along a chain; the links of the chain are let go of as it is followed."""
+        while True:
+            if isinstance(node, ast.Call):
+                node.args = [self._expression(argument) for argument in node.args]
+                for keyword in node.keywords:
+                    keyword.value = self._expression(keyword.value)
+                node = node.func
+            elif isinstance(node, ast.Subscript):
+                node.slice = self._expression(node.slice)
+                node = node.value
+            elif isinstance(node, ast.Attribute):
+                node = node.value
+            else:
+                self.generic_visit(node)
+                return
+
+    def _expression(self, node: ast.expr) -> ast.expr:
+        return cast(ast.expr, self.visit(node))
 
 
-def _is_view(node: ast.expr) -> bool:
-    """A chain with something after the location: the location's own value is known to the worker as it is."""
-    first = True
-    while True:
-        if isinstance(node, ast.Attribute) and node.attr in _LOCATIONS:
-            return not first
-        if isinstance(node, (ast.Subscript, ast.Attribute)):
-            node = node.value
-        elif isinstance(node, ast.Call):
-            node = node.func
-        else:
-            return False
-        first = False
-
-
-def _reads_several(node: ast.AST) -> bool:
-    """Whether the model may move on in the middle of evaluating ``node``."""
-    reads = 0
-    for inner in ast.walk(node):
+def _may_hold(node: ast.AST) -> bool:
+    """Whether the model may move on in the middle of evaluating ``node`` while it holds a view of something."""
+    reads, others = 0, 0
+    pending = [node]
+    while pending:
+        inner = pending.pop()
         if isinstance(inner, ast.Attribute) and inner.attr in _LOCATIONS:
             reads += 1
-        elif isinstance(inner, _LOOPS):
+            continue  # what leads to a location is a module
+        if isinstance(inner, _LOOPS):
             reads += 1  # what stands in it may be evaluated more than once
-    return reads > 1
+        elif isinstance(inner, ast.Subscript) and isinstance(inner.ctx, ast.Load):
+            others += not _leads_to_location(inner)
+        pending.extend(ast.iter_child_nodes(inner))
+    return reads > 1 or (reads == 1 and others > 0)
+
+
+def _leads_to_location(node: ast.expr) -> bool:
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        if isinstance(node, ast.Attribute) and node.attr in _LOCATIONS:
+            return True
+        node = node.value
+    return False

@@ -9,11 +9,12 @@ from typing import Any, Final
 
 import greenlet
 
-from nnsight_async.changes import Shadow
+from nnsight_async.changes import Change, Shadow
 from nnsight_async.errors import BlockFailure, HeldViewError
 from nnsight_async.protocol import BlockState
 from nnsight_async.tracing import CompiledProgram, source_line
 from nnsight_async.worker.keep import Shown
+from nnsight_async.worker.mutation import Mutation
 from nnsight_async.worker.rows import tensors_of
 
 #: A place in a step: a module's path and side, or one of the two places around the sampler.
@@ -59,7 +60,9 @@ class Block:
     moves. ``namespace`` holds the block's variables, ``saved`` those marked by ``.save()``.
     """
 
-    def __init__(self, request_id: str, program: CompiledProgram, namespace: dict[str, Any], *, mutates: bool) -> None:
+    def __init__(
+        self, request_id: str, program: CompiledProgram, mutation: Mutation, namespace: dict[str, Any]
+    ) -> None:
         self.request_id = request_id
         self.program = program
         self.namespace = namespace
@@ -71,7 +74,8 @@ class Block:
         self.marked: dict[int, Any] = {}
         self.state: BlockState | None = None  # set once the block has ended
         self.failure: BlockFailure | None = None
-        self.shadow = Shadow(mutates=mutates)
+        self.shadow = Shadow()
+        self._mutation = mutation
         self.started = False
         self.result: Any = None  # the RequestOutput, once the block has been given it
         self._greenlet = greenlet.greenlet(self._run)
@@ -190,7 +194,11 @@ class Block:
             self.marked[id(value)] = value
         return value
 
-    def collect(self) -> dict[str, Any]:
+    def changes(self) -> dict[str, Change]:
+        """What the saved values have changed by since this was last asked."""
+        return self.shadow.update(self._collect(), mutates=self._mutation.possible(self.namespace))
+
+    def _collect(self) -> dict[str, Any]:
         """The saved values as they are now, by name."""
         if self.marked:
             for name in self.program.program.binds:

@@ -20,6 +20,7 @@ from nnsight_async.worker.rows import Rows, assign, narrow, tensors_of
 _NOWHERE: Final = -1  # before the first module of a step
 _AT_LOGITS: Final = 1 << 40
 _AT_SAMPLES: Final = _AT_LOGITS + 1
+_AFTER: Final = _AT_SAMPLES + 1
 
 
 def name_of(key: Key) -> str:
@@ -74,10 +75,6 @@ class Interleaver:
         """From here on, what is visited has one row a request: the logits and the modules that compute them."""
         self._in_forward = False
 
-    def waits_for(self, key: Key) -> bool:
-        """Whether a visit of ``key`` would be seen by anybody."""
-        return key in self._waiting
-
     def visit(self, key: Key, value: Any) -> None:
         """Show a location's value to the blocks that wait for it, each its own rows, one after the other."""
         blocks = self._waiting.pop(key, None)
@@ -97,10 +94,11 @@ class Interleaver:
 
     def finish(self) -> list[Block]:
         """End the step: blocks that still wait for a location of this step are told; returns the step's blocks."""
-        for key, blocks in list(self._waiting.items()):
+        self._position = _AFTER  # a block that goes on from here finds every location of this step passed
+        while self._waiting:
+            key, blocks = self._waiting.popitem()
             for block in blocks:
                 self._throw(block, self._missed(key, block))
-        self._waiting.clear()
         step = [self.blocks[request_id] for request_id in self._rows]
         self._rows = {}
         return step

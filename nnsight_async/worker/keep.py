@@ -62,14 +62,14 @@ class Shown:
         for name in names:
             if name not in live and _is_plain(namespace.get(name)):
                 del namespace[name]
+        mine = {storage._cdata for storage, _ in self._before}
         for ref in self._refs:
             tensor = ref()
-            if tensor is not None:
+            if tensor is not None and tensor.untyped_storage()._cdata in mine:
                 _own(tensor)
             del tensor
         if not self.held():
             return True
-        mine = {storage._cdata for storage, _ in self._before}
         seen: set[int] = set()
         # The newest first: what was just read was most likely just stored.
         values = [*reversed(namespace.values()), *(value for helper in helpers for value in helper.values())]

@@ -42,7 +42,7 @@ class Mailbox:
         changes = b""
         if block.state is not BlockState.FAILED or block.saved:
             try:
-                changed = block.shadow.update(block.collect())
+                changed = block.changes()
                 if changed:
                     changes = wire.dumps(changed, slab, self._reference)
             except Exception as error:

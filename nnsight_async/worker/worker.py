@@ -31,7 +31,7 @@ from nnsight_async.worker.faces import ModelFace, TracerFace
 from nnsight_async.worker.hooks import Hooks, record_order
 from nnsight_async.worker.interleaver import Interleaver
 from nnsight_async.worker.mailbox import Mailbox
-from nnsight_async.worker.mutation import mutates_in_place
+from nnsight_async.worker.mutation import Mutation, find_mutation
 from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.runners.v1 import V1Runner
 from nnsight_async.worker.saving import saving_functions
@@ -104,7 +104,7 @@ class Session:
         self._tracer = TracerFace(self.interleaver)
         self.mailbox = Mailbox(settings.mailbox, self.interleaver, self._reference)
         self._result: Any = None  # the RequestOutput that a block is being given
-        self._programs: dict[str, tuple[CompiledProgram, bool]] = {}
+        self._programs: dict[str, tuple[CompiledProgram, Mutation]] = {}
         self._saving = saving_functions(self.interleaver)
         install_reader(self.interleaver)
         self.interleaver.learn_order(record_order(modules, self._dummy_forward))
@@ -187,24 +187,24 @@ class Session:
     # Programs and values.
 
     def _make_block(self, request_id: str, traced: bytes) -> Block:
-        message = msgspec.msgpack.decode(traced, type=Traced)
-        program, mutates = self._program(message)
         namespace: dict[str, Any] = {"__name__": "__nnsight_async_block__"}
-        block = Block(request_id, program, namespace, mutates=mutates)
         try:
+            message = msgspec.msgpack.decode(traced, type=Traced)
+            block = Block(request_id, *self._program(message), namespace)
             namespace.update(loads(message.values, self._resolve))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            block.fail(CaptureError(f"the values the block reads could not be rebuilt in the worker: {text}"))
+            block = Block(request_id, *_NO_PROGRAM, namespace)
+            block.fail(CaptureError(f"the block and the values it reads could not be rebuilt in the worker: {text}"))
         namespace.update(self._saving)
         return block
 
-    def _program(self, message: Traced) -> tuple[CompiledProgram, bool]:
-        """A request's program, compiled when it is first seen, and whether it changes tensors in place."""
+    def _program(self, message: Traced) -> tuple[CompiledProgram, Mutation]:
+        """A request's program, compiled when it is first seen, and what it may change in place."""
         known = self._programs.get(message.digest)
         if known is None:
             program = msgspec.msgpack.decode(message.program, type=Program)
-            known = (compile_program(program), mutates_in_place(ast.parse(program.wrapped)))
+            known = (compile_program(program), find_mutation(ast.parse(program.wrapped), program.saves))
             self._programs[message.digest] = known
         return known
 
@@ -226,6 +226,13 @@ class Session:
         return None
 
 
+#: Stands in for a program that could not be compiled.
+_NO_PROGRAM = (
+    CompiledProgram(
+        compile("", "<block>", "exec"), Program("", "<block>", 1, "", (), (), (), "", None, 0), frozenset()
+    ),
+    Mutation(False, frozenset()),
+)
 _STOP_REASONS = {BlockState.STOPPED: STOPPED_BY_TRACER, BlockState.FAILED: STOPPED_BY_ERROR}
 
 

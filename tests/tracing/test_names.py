@@ -1,6 +1,6 @@
 """Which names a block takes from its caller, and which it binds."""
 
-# ruff: noqa: PT012, E501
+# ruff: noqa: E501
 from __future__ import annotations
 
 import sys

@@ -1,6 +1,6 @@
 """A traced block does not run where it stands, wherever that is; what surrounds it does."""
 
-# ruff: noqa: B008, E701, E702, F842, PT012
+# ruff: noqa: B008, E701, E702, F842
 from __future__ import annotations
 
 import asyncio

@@ -1,0 +1,165 @@
+"""Nothing is left behind: not by a close, an exit without one, a kill, or a model that is collected."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ENGINE, Engines
+
+from nnsight_async import VLLM
+from nnsight_async.errors import ClosedError, UnsupportedError
+
+SCRIPT = """
+import os, sys, time
+from nnsight_async import VLLM
+
+model = VLLM({path!r}, dispatch=True, **{engine!r})
+with model.trace("The capital of France is", temperature=0.0, max_tokens=2):
+    logits = model.logits.save()
+print("ready", logits.shape, flush=True)
+{end}
+"""
+
+
+def _segments() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def _children(pid: int) -> list[int]:
+    """All processes below ``pid``, but for Python's own resource tracker, which one process keeps for good."""
+    parents: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if b"resource_tracker" in Path(f"/proc/{entry}/cmdline").read_bytes():
+                    continue
+            except OSError:
+                continue
+            parents.setdefault(int(fields[1]), []).append(int(entry))
+    found = list(parents.get(pid, []))
+    for child in found:
+        found.extend(parents.get(child, []))
+    return found
+
+
+def _alive(pids: list[int]) -> list[int]:
+    alive = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            alive.append(pid)
+    return alive
+
+
+def _start(tmp_path: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(path=Engines.path("qwen3"), engine=ENGINE, end=end))
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("ready"):
+            break
+    else:
+        pytest.fail(process.communicate()[1][-3000:])
+    return process, _children(process.pid)
+
+
+def _wait_until_gone(pids: list[int], before: set[str], seconds: float = 40.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and (_alive(pids) or _segments() - before):
+        time.sleep(0.2)
+    assert _alive(pids) == []
+    assert _segments() - before == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 0), ("raise ValueError('on the way out')", 1), ("model.close(); model.close()", 0)],
+    ids=["falls off the end", "an exception", "closes twice"],
+)
+def test_a_process_that_exits(tmp_path: Path, end: str, status: int) -> None:
+    before = _segments()
+    process, children = _start(tmp_path, end)
+    assert children
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == status, errors[-3000:]
+    assert "leaked" not in errors
+    _wait_until_gone(children, before)
+    assert not list(tmp_path.glob("nnsight-async-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_is_ended_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    before = _segments()
+    process, children = _start(tmp_path, "time.sleep(600)")
+    assert children
+    process.send_signal(number)
+    process.wait(timeout=60)
+    _wait_until_gone(children, before)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_closed_or_collected_frees_its_engine() -> None:
+    before = _segments()
+
+    async def trace_then_close() -> None:
+        async with VLLM(Engines.path("qwen3"), mode="async", **ENGINE) as model:
+            assert await model.live() == 0  # before the engine has started
+            with model.trace("One two", temperature=0.0, max_tokens=400, ignore_eos=True) as tracer:
+                steps = list().save()
+                for step in tracer.all():
+                    steps.append(step)
+            async for output in tracer.backend:
+                if output.step == 2:
+                    break
+        with pytest.raises(ClosedError):  # the request was running when the model was closed
+            while True:
+                await anext(tracer.backend)
+        with pytest.raises(ClosedError, match="closed"):
+            await model.ready()
+        with pytest.raises(ClosedError, match="closed"):
+            with model.trace("One two", max_tokens=1):
+                pass
+
+    thread = threading.Thread(target=lambda: asyncio.run(trace_then_close()))
+    mine = set(_children(os.getpid()))
+    thread.start()
+    thread.join()
+    assert set(_alive(_children(os.getpid()))) <= mine
+
+    model = VLLM(Engines.path("qwen3"), dispatch=True, **ENGINE)
+    with model.trace("One two", max_tokens=1):
+        token = model.samples.save()
+    engine = [pid for pid in _children(os.getpid()) if pid not in mine]
+    assert engine
+    del model
+    gc.collect()
+    _wait_until_gone(engine, before)
+
+
+async def test_the_models_own_with_belongs_to_its_mode(model: VLLM) -> None:
+    with pytest.raises(UnsupportedError, match="mode"):
+        async with model:
+            pass
