@@ -131,8 +131,8 @@ class Shadow:
             return sent is value and not self._mutates
         if isinstance(value, _IMMUTABLE):
             return sent is value or (type(sent) is type(value) and bool(sent == value))
-        if type(value) is tuple:
-            return type(sent) is tuple and len(sent) == len(value) and all(map(self._same, sent, value))
+        if isinstance(value, tuple):
+            return type(sent) is type(value) and len(sent) == len(value) and all(map(self._same, sent, value))
         return False  # a set, an array, an object of the user's: nothing tells whether it changed
 
 

@@ -12,6 +12,7 @@ import traceback
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
+from typing import Final
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
@@ -66,6 +67,18 @@ class ClosedError(NnsightAsyncError):
 
 class UnsupportedError(NnsightAsyncError, NotImplementedError):
     """Something this engine does not do; the message says what to do instead."""
+
+
+#: Why there is no barrier, in the caller and in a block.
+NO_BARRIER: Final = (
+    "tracer.barrier is not available: each invoke is a request of its own and runs when the scheduler takes it, so "
+    "invokes cannot wait for one another; save the value in one trace and use it in a second one"
+)
+#: Why there is no scan.
+NO_SCAN: Final = (
+    "scan is not available: vLLM's modules cannot run on shapes alone; read the shapes off model.<path>.weight, which "
+    "is on the meta device before the engine starts, or trace one token (max_tokens=1)"
+)
 
 
 class LoopCutShortWarning(UserWarning):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 from nnsight_async.client.connection import Connection
 from nnsight_async.client.generate import generate
@@ -12,7 +12,7 @@ from nnsight_async.client.sampling import check_settings, split_prompts
 from nnsight_async.client.tracer import Tracer
 from nnsight_async.engine.arguments import build_config
 from nnsight_async.engine.meta import build_meta_model
-from nnsight_async.errors import ArgumentError, OutsideBlockError, UnsupportedError
+from nnsight_async.errors import NO_SCAN, ArgumentError, OutsideBlockError, UnsupportedError
 from nnsight_async.tree import ModuleRef
 
 
@@ -59,8 +59,7 @@ class VLLM:
         self._loaded_tokenizer: Any = None
         log_stats = engine_arguments.get("disable_log_stats") is False
         self._connection = Connection(self._config, log_stats=log_stats)
-        # Also when the model is collected, or the process exits without closing it.
-        self._finalizer = weakref.finalize(self, self._connection.close)
+        weakref.finalize(self, self._connection.close).atexit = False  # a model that is collected frees its engine
         if dispatch:
             if mode == "sync":
                 self._connection.call(self._connection.ready())
@@ -100,6 +99,14 @@ class VLLM:
         """
         work = generate(self._connection, split_prompts(prompts), check_settings(sampling), progress=progress)
         return self._connection.call(work) if self.mode == "sync" else self._connection.wait(work)
+
+    def scan(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: vLLM's modules cannot run on shapes alone.
+
+        Raises:
+            UnsupportedError: always; the message says what to do instead.
+        """
+        raise UnsupportedError(NO_SCAN)
 
     @property
     def logits(self) -> Any:

@@ -44,6 +44,29 @@ class Traced(msgspec.Struct, frozen=True):
     values: bytes
 
 
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End the request at this step, whatever its sampling settings say."""
+
+
+class ForceSamples(msgspec.Struct, frozen=True, tag="force"):
+    """Draw these tokens at this step and the ones after it, in order, instead of the sampler's own."""
+
+    token_ids: list[int]
+
+
+class EditLogits(msgspec.Struct, frozen=True, tag="edit"):
+    """Add these numbers to the logits of these token ids at this step and all after it; empty clears.
+
+    ``-inf`` bans a token. The numbers replace those of an earlier message.
+    """
+
+    bias: dict[int, float]
+
+
+#: What goes into the engine loop for one request, whoever sends it.
+Message = Stop | ForceSamples | EditLogits
+
+
 class BlockState(IntEnum):
     """Where a block stands when a step's post is written."""
 

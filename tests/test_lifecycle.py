@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -30,8 +31,16 @@ print("ready", logits.shape, flush=True)
 """
 
 
-def _segments() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def _segments(pids: list[int]) -> set[str]:
+    """The shared memory that processes have mapped."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                name = line.partition("/dev/shm/")[2]
+                if name and not name.endswith("(deleted)"):
+                    found.add(name)
+    return found
 
 
 def _children(pid: int) -> list[int]:
@@ -84,12 +93,12 @@ def _start(tmp_path: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
     return process, _children(process.pid)
 
 
-def _wait_until_gone(pids: list[int], before: set[str], seconds: float = 40.0) -> None:
+def _wait_until_gone(pids: list[int], segments: set[str], seconds: float = 40.0) -> None:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and (_alive(pids) or _segments() - before):
+    while time.monotonic() < deadline and (_alive(pids) or segments & set(os.listdir("/dev/shm"))):
         time.sleep(0.2)
     assert _alive(pids) == []
-    assert _segments() - before == set()
+    assert segments & set(os.listdir("/dev/shm")) == set()
 
 
 @pytest.mark.slow
@@ -99,31 +108,30 @@ def _wait_until_gone(pids: list[int], before: set[str], seconds: float = 40.0) -
     ids=["falls off the end", "an exception", "closes twice"],
 )
 def test_a_process_that_exits(tmp_path: Path, end: str, status: int) -> None:
-    before = _segments()
     process, children = _start(tmp_path, end)
+    segments = _segments(children)
     assert children
+    assert segments
     _, errors = process.communicate(timeout=120)
     assert process.returncode == status, errors[-3000:]
     assert "leaked" not in errors
-    _wait_until_gone(children, before)
+    _wait_until_gone(children, segments)
     assert not list(tmp_path.glob("nnsight-async-*"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_process_that_is_ended_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    before = _segments()
     process, children = _start(tmp_path, "time.sleep(600)")
+    segments = _segments(children)
     assert children
     process.send_signal(number)
     process.wait(timeout=60)
-    _wait_until_gone(children, before)
+    _wait_until_gone(children, segments)
 
 
 @pytest.mark.slow
 def test_a_model_that_is_closed_or_collected_frees_its_engine() -> None:
-    before = _segments()
-
     async def trace_then_close() -> None:
         async with VLLM(Engines.path("qwen3"), mode="async", **ENGINE) as model:
             assert await model.live() == 0  # before the engine has started
@@ -147,16 +155,18 @@ def test_a_model_that_is_closed_or_collected_frees_its_engine() -> None:
     mine = set(_children(os.getpid()))
     thread.start()
     thread.join()
-    assert set(_alive(_children(os.getpid()))) <= mine
+    left = set(_alive(_children(os.getpid()))) - mine
+    assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
 
     model = VLLM(Engines.path("qwen3"), dispatch=True, **ENGINE)
     with model.trace("One two", max_tokens=1):
         token = model.samples.save()
     engine = [pid for pid in _children(os.getpid()) if pid not in mine]
+    segments = _segments(engine)
     assert engine
     del model
     gc.collect()
-    _wait_until_gone(engine, before)
+    _wait_until_gone(engine, segments)
 
 
 async def test_the_models_own_with_belongs_to_its_mode(model: VLLM) -> None:

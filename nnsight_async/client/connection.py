@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 import uuid
+import weakref
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -18,11 +20,19 @@ from nnsight_async.client.invoke import Invoke
 from nnsight_async.client.loop import LoopThread
 from nnsight_async.client.mailbox import Mailbox
 from nnsight_async.engine.arguments import set_worker_settings
-from nnsight_async.engine.start import Sink, render_prompt, start_engine
+from nnsight_async.engine.start import Sink, render_prompt, start_engine, stop_engine
 from nnsight_async.errors import ClosedError, EngineError, NnsightAsyncError
 from nnsight_async.protocol import WorkerSettings
 
 T = TypeVar("T")
+
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """A process that exits without closing its models leaves no engine behind."""
+    for connection in list(_open):
+        connection.close()
 
 
 class Connection:
@@ -40,6 +50,7 @@ class Connection:
         self._failure: NnsightAsyncError | None = None
         self._closed = False
         self._closing = threading.Lock()
+        _open.add(self)
 
     @property
     def mailbox(self) -> Mailbox:
@@ -78,6 +89,9 @@ class Connection:
             self._mailbox.close()
             raise EngineError(f"the engine could not start: {error}") from error
         self._mailbox.start(self._mailbox_failed)
+        # Handlers run last in, first out, and multiprocessing's own would terminate the engine before it is closed.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
 
     def _mailbox_failed(self, error: BaseException) -> None:
         self._failure = EngineError(f"the mailbox failed: {type(error).__name__}: {error}")
@@ -184,6 +198,6 @@ class Connection:
             task.cancel("the model was closed")
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._engine is not None:
-            self._engine.shutdown()
+            await stop_engine(self._engine)
             self.mailbox.close()
             self._engine = None

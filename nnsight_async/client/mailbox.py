@@ -49,12 +49,14 @@ class Mailbox:
         self._task.add_done_callback(ended)
 
     async def _receive(self) -> None:
-        while True:
-            header, slab = await self._socket.recv_multipart(copy=False)
-            for entry in self._decoder.decode(header.buffer).entries:
-                receiver = self.receivers.get(entry.request)
-                if receiver is not None:  # else it is over, or its caller has gone away
-                    receiver.receive(entry, slab.buffer)
+        while True:  # no variable here: it would hold the last post and its request until the next one comes
+            self._deliver(*await self._socket.recv_multipart(copy=False))
+
+    def _deliver(self, header: zmq.Frame, slab: zmq.Frame) -> None:
+        for entry in self._decoder.decode(header.buffer).entries:
+            receiver = self.receivers.get(entry.request)
+            if receiver is not None:  # else it is over, or its caller has gone away
+                receiver.receive(entry, slab.buffer)
 
     def close(self) -> None:
         """Stop receiving and remove the socket; call it on the loop that started it."""

@@ -9,7 +9,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from nnsight_async.engine.arguments import did_you_mean
-from nnsight_async.errors import ArgumentError, PromptError, UnsupportedError
+from nnsight_async.errors import NO_SCAN, ArgumentError, PromptError, UnsupportedError
 
 #: Every setting of vllm.SamplingParams that is a caller's to choose.
 SETTINGS: Final = frozenset(name for name in SamplingParams.__struct_fields__ if not name.startswith("_"))
@@ -33,6 +33,8 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ArgumentError("max_tokens and max_new_tokens are the same setting: give one of them")
         checked["max_tokens"] = checked.pop("max_new_tokens")
     for name in checked:
+        if name == "scan":
+            raise UnsupportedError(NO_SCAN)
         if name in _OURS:
             raise UnsupportedError(f"{name} cannot be set on a trace: {_OURS[name]}")
         if name not in SETTINGS:

@@ -18,6 +18,7 @@ from nnsight_async.client.output import StepOutput
 from nnsight_async.client.sampling import check_settings, make_params, make_prompt
 from nnsight_async.client.stream import CutShort, Stream
 from nnsight_async.errors import (
+    NO_BARRIER,
     ArgumentError,
     CaptureError,
     ClosedError,
@@ -311,6 +312,14 @@ class Tracer:
     def result(self) -> NoReturn:
         """In a block: vLLM's ``RequestOutput`` of the finished request."""
         raise OutsideBlockError("tracer.result has a meaning only in a block: save it there")
+
+    def barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: invokes are requests of their own and never share a forward pass for certain.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(NO_BARRIER)
 
     def stop(self) -> NoReturn:
         """In a block: end the request at this step and leave the block."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing.spawn
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from nnsight_async.protocol import STOPPED_BY_TRACER
+
+#: Seconds that the engine's processes are given to end by themselves: one that is killed leaves shared memory behind.
+_PATIENCE: Final = 30
 
 
 class Sink(Protocol):
@@ -41,6 +48,15 @@ class _Outputs(OutputProcessor):
 
     sinks: dict[str, Sink]
 
+    def process_outputs(self, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            if output.finish_reason is not None and output.stop_reason == STOPPED_BY_TRACER:
+                # vLLM leaves the token that a request stops at out of the text; here it is no stop token.
+                state = self.request_states.get(output.request_id)
+                if state is not None and state.detokenizer is not None:
+                    state.detokenizer.include_stop_str_in_output = True
+        return super().process_outputs(engine_core_outputs, *args, **kwargs)
+
     def add_request(
         self,
         request: Any,
@@ -61,6 +77,7 @@ def start_engine(config: VllmConfig, *, log_stats: bool = False) -> tuple[AsyncL
 
     Returns the engine and the table in which a request id is announced with the sink of its outputs.
     """
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(_PATIENCE))
     with _main_module_left_alone():
         engine = AsyncLLM.from_vllm_config(config, disable_log_stats=not log_stats)
     processor = engine.output_processor
@@ -68,6 +85,18 @@ def start_engine(config: VllmConfig, *, log_stats: bool = False) -> tuple[AsyncL
     assert isinstance(processor, _Outputs)
     processor.sinks = {}
     return engine, processor.sinks
+
+
+async def stop_engine(engine: AsyncLLM) -> None:
+    """Shut an engine down in good order; holds the loop up for some seconds, on which nothing else is left to run.
+
+    (An interpreter that is exiting gives out no threads to wait in.)
+    """
+    handler = engine.output_handler
+    if handler is not None:
+        handler.cancel()  # first, or it takes the end of the engine's process for a crash
+        await asyncio.gather(handler, return_exceptions=True)
+    engine.shutdown(timeout=_PATIENCE)
 
 
 async def render_prompt(engine: AsyncLLM, prompt: Mapping[str, Any]) -> Any:

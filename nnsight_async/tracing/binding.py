@@ -25,6 +25,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloud
 
 from nnsight_async.errors import CaptureError
+from nnsight_async.tracing.frames import variables_of
 
 __all__ = ["collect", "dumps", "loads"]
 
@@ -37,9 +38,13 @@ def collect(frame: FrameType, reads: Iterable[str]) -> dict[str, Any]:
     A name that the frame does not know is left out: reading it then fails at the block's own line. Builtins
     are left out too, the worker has its own.
     """
+    with variables_of(frame) as local:
+        return _collect(frame, local, reads)
+
+
+def _collect(frame: FrameType, local: Mapping[str, Any], reads: Iterable[str]) -> dict[str, Any]:
     code = frame.f_code
     is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
-    local = frame.f_locals
     known = {*code.co_varnames, *code.co_cellvars, *code.co_freevars} if is_function else set()
     values: dict[str, Any] = {}
     for name in reads:
@@ -62,7 +67,8 @@ def _enclosing(frame: FrameType, name: str) -> Any:
     outer = frame.f_back
     while outer is not None:
         if name in outer.f_code.co_cellvars:
-            return outer.f_locals.get(name, _MISSING)
+            with variables_of(outer) as variables:
+                return variables.get(name, _MISSING)
         outer = outer.f_back
     return _MISSING
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 
-from nnsight_async.errors import CaptureError
+from nnsight_async.errors import CaptureError, UnsupportedError
 
 __all__ = ["check_block"]
 
@@ -113,7 +113,20 @@ class _Checker(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and not self.in_class:
             raise self.refuse(node, "`super()` without arguments", "write super(Class, self), or call it before")
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("backward", "requires_grad_"):
+            raise self._no_gradients(node, f"`.{node.func.attr}()`")
         self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if node.attr == "grad":
+            raise self._no_gradients(node, "`.grad`")
+        self.generic_visit(node)
+
+    def _no_gradients(self, node: ast.AST, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.where(node)}: {what} in a traced block; vLLM's forward pass keeps no graph, so there are no "
+            "gradients: compute them on the same model in HuggingFace transformers"
+        )
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         for part in (*node.decorator_list, node.args, *([node.returns] if node.returns else ())):

@@ -11,6 +11,8 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
+from nnsight_async.tracing.frames import variables_of
+
 __all__ = ["write_back"]
 
 
@@ -44,11 +46,11 @@ def write_back(frame: FrameType, values: Mapping[str, Any]) -> None:
 def _write_locals(frame: FrameType, values: Mapping[str, Any]) -> None:
     # Up to Python 3.12 this takes a fresh copy of a function's variables, so writing all of it back below
     # changes nothing but `values`. From 3.13 on it is a view that writes through.
-    variables = frame.f_locals
-    for name, value in values.items():
-        variables[name] = value
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    with variables_of(frame) as variables:
+        for name, value in values.items():
+            variables[name] = value
+        if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 
 def _write_enclosing(frame: FrameType, name: str, value: object) -> None:

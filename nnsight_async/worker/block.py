@@ -11,8 +11,9 @@ import greenlet
 
 from nnsight_async.changes import Change, Shadow
 from nnsight_async.errors import BlockFailure, HeldViewError
-from nnsight_async.protocol import BlockState
+from nnsight_async.protocol import BlockState, Stop
 from nnsight_async.tracing import CompiledProgram, source_line
+from nnsight_async.worker.controls import Controls
 from nnsight_async.worker.keep import Shown
 from nnsight_async.worker.mutation import Mutation
 from nnsight_async.worker.rows import tensors_of
@@ -61,7 +62,12 @@ class Block:
     """
 
     def __init__(
-        self, request_id: str, program: CompiledProgram, mutation: Mutation, namespace: dict[str, Any]
+        self,
+        request_id: str,
+        program: CompiledProgram,
+        mutation: Mutation,
+        namespace: dict[str, Any],
+        controls: Controls,
     ) -> None:
         self.request_id = request_id
         self.program = program
@@ -75,6 +81,7 @@ class Block:
         self.state: BlockState | None = None  # set once the block has ended
         self.failure: BlockFailure | None = None
         self.shadow = Shadow()
+        self.controls = controls
         self._mutation = mutation
         self.started = False
         self.result: Any = None  # the RequestOutput, once the block has been given it
@@ -135,6 +142,7 @@ class Block:
             exec(self.program.code, self.namespace)
             self.state = BlockState.DONE
         except StopRequest:
+            self.controls.apply(Stop())
             self.state = BlockState.STOPPED
         except RequestOver:
             self.state = BlockState.DONE

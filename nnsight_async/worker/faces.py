@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nnsight_async.errors import ArgumentError, UnsupportedError
+from nnsight_async.errors import NO_BARRIER, ArgumentError, UnsupportedError
 from nnsight_async.tree import ModuleRef
 from nnsight_async.worker.block import LOGITS, SAMPLES, StopRequest
 from nnsight_async.worker.interleaver import Interleaver
@@ -135,7 +135,4 @@ class TracerFace:
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: requests never share a forward pass for certain, so they cannot wait for one another."""
-        raise UnsupportedError(
-            "tracer.barrier is not available: each invoke is a request of its own and runs when the scheduler takes "
-            "it; save the value in one trace and use it in a second one"
-        )
+        raise UnsupportedError(NO_BARRIER)

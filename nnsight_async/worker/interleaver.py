@@ -7,10 +7,12 @@ where its module has a hook, and nothing where it has none: hooks are put on mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from nnsight_async.errors import NeverReachedError, NnsightAsyncError, OutOfOrderError, OutsideBlockError
+import torch
+
+from nnsight_async.errors import ArgumentError, NeverReachedError, NnsightAsyncError, OutOfOrderError, OutsideBlockError
 from nnsight_async.protocol import BlockState, Entry
 from nnsight_async.tree import Side, describe
 from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Visit, Waiting
@@ -91,6 +93,41 @@ class Interleaver:
             visit = Visit(key, view, shown)
             del view
             self._run(block, visit)
+
+    def visit_logits(self, logits: torch.Tensor) -> None:
+        """Edit the logits ``[requests, vocab]`` as messages say, then show each request its own."""
+        for block, row in self._controlled(logits):
+            block.controls.on_logits(row)
+        self.visit(LOGITS, logits)
+
+    def visit_samples(self, samples: torch.Tensor) -> None:
+        """Force the samples ``[requests, 1]`` as messages say, then show each request its own.
+
+        A block that leaves an id outside the vocabulary fails, and the id is put back: the model cannot embed it.
+        """
+        for block, row in self._controlled(samples):
+            block.controls.on_samples(row)
+        waiting = self._waiting.get(SAMPLES)
+        if not waiting:
+            return
+        drawn, blocks = samples.clone(), list(waiting)
+        self.visit(SAMPLES, samples)
+        for block in blocks:
+            index = self._rows[block.request_id].index
+            row, before = samples[index : index + 1], drawn[index : index + 1]
+            if not torch.equal(row, before):
+                try:
+                    block.controls.check_samples(row)
+                except ArgumentError as error:
+                    row.copy_(before)
+                    block.fail(error)
+
+    def _controlled(self, rows: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
+        """The step's blocks that messages act on, each with its row of the logits or samples."""
+        for request_id, place in self._rows.items():
+            block = self.blocks[request_id]
+            if block.controls.active:
+                yield block, rows[place.index : place.index + 1]
 
     def finish(self) -> list[Block]:
         """End the step: blocks that still wait for a location of this step are told; returns the step's blocks."""

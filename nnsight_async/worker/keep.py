@@ -90,7 +90,8 @@ def _own(tensor: torch.Tensor) -> None:
 
 def _is_plain(value: Any) -> bool:
     """A tensor or a tuple of them: what dropping a dead variable may drop without anyone noticing."""
-    return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(v, torch.Tensor) for v in value))
+    items = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(item, torch.Tensor) for item in items)
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:

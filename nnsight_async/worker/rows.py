@@ -22,17 +22,30 @@ class Rows:
     index: int
 
 
+class Parts(tuple[Any, ...]):
+    """A location's tuple as a block sees it: assigning to an item writes over the engine's tensor of that item.
+
+    So ``layer.output[0] = t`` and ``layer.output[0] += v`` do what they say. It leaves the worker as a plain tuple.
+    """
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        assign(self[index], value, f"item {index} of the tuple")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (tuple, (list(self),))
+
+
 def narrow(value: Any, size: int, start: int, stop: int, hand_out: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``value`` with each of its tensors narrowed to rows ``start:stop``, as views.
 
     A tensor whose first dimension is shorter than ``size`` (the step's tokens or requests) is no tensor of rows and is
-    given whole. Tuples, lists and dicts are rebuilt; anything else is passed on.
+    given whole. Tuples (as :class:`Parts`), lists and dicts are rebuilt; anything else is passed on.
     """
     if isinstance(value, torch.Tensor):
         whole = value.dim() == 0 or value.shape[0] < size
         return hand_out(value[:] if whole and value.dim() else value[start:stop] if not whole else value.view(()))
     if type(value) is tuple:
-        return tuple(narrow(item, size, start, stop, hand_out) for item in value)
+        return Parts(narrow(item, size, start, stop, hand_out) for item in value)
     if isinstance(value, list):
         return [narrow(item, size, start, stop, hand_out) for item in value]
     if isinstance(value, dict):

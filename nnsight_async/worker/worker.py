@@ -20,13 +20,15 @@ from nnsight_async.protocol import (
     STOPPED_BY_ERROR,
     STOPPED_BY_TRACER,
     BlockState,
+    Message,
     Traced,
     WorkerSettings,
 )
 from nnsight_async.saving import RESULT
 from nnsight_async.tracing import CompiledProgram, Program, compile_program, loads
 from nnsight_async.tree import ModuleRef, install_reader
-from nnsight_async.worker.block import LOGITS, SAMPLES, Block
+from nnsight_async.worker.block import Block
+from nnsight_async.worker.controls import Controls
 from nnsight_async.worker.faces import ModelFace, TracerFace
 from nnsight_async.worker.hooks import Hooks, record_order
 from nnsight_async.worker.interleaver import Interleaver
@@ -77,6 +79,11 @@ class TracingWorker(_Base):
         assert self._session is not None
         self._session.resolve_result(request_id, result)
 
+    def nnsight_async_message(self, request_id: str, message: bytes) -> int:
+        """Apply a message to a request; returns the step from which it holds, or -1 if the request is over."""
+        assert self._session is not None
+        return self._session.take_message(request_id, message)
+
     def nnsight_async_live(self) -> int:
         """How many blocks the worker holds."""
         assert self._session is not None
@@ -103,6 +110,7 @@ class Session:
         self._model = ModelFace(self._root, self.interleaver, self._tokenizer)
         self._tracer = TracerFace(self.interleaver)
         self.mailbox = Mailbox(settings.mailbox, self.interleaver, self._reference)
+        self._vocabulary: int = model_config.get_vocab_size()
         self._result: Any = None  # the RequestOutput that a block is being given
         self._programs: dict[str, tuple[CompiledProgram, Mutation]] = {}
         self._saving = saving_functions(self.interleaver)
@@ -139,7 +147,7 @@ class Session:
         if not blocks:
             return output
         self.mailbox.post(blocks)
-        stops = {block.request_id: _STOP_REASONS[block.state] for block in blocks if block.state in _STOP_REASONS}
+        stops = {block.request_id: reason for block in blocks if (reason := _stop_reason(block)) is not None}
         if stops:
             self._runner.mark_stops(output, stops)
         return output
@@ -156,6 +164,14 @@ class Session:
             self.mailbox.post([block], final=True)
             self.interleaver.drop([request_id])
         self._result = None
+
+    def take_message(self, request_id: str, message: bytes) -> int:
+        """Apply a message to a request; returns the step from which it holds, or -1 if the request is over."""
+        block = self.interleaver.blocks.get(request_id)
+        if block is None:
+            return -1
+        block.controls.apply(msgspec.msgpack.decode(message, type=Message))
+        return block.step + 1
 
     # In a step; called by the runner's adapter.
 
@@ -175,11 +191,11 @@ class Session:
 
     def on_logits(self, logits: torch.Tensor) -> None:
         """Show each request its logits."""
-        self.interleaver.visit(LOGITS, logits)
+        self.interleaver.visit_logits(logits)
 
     def on_samples(self, samples: torch.Tensor) -> None:
         """Show each request its sampled token."""
-        self.interleaver.visit(SAMPLES, samples)
+        self.interleaver.visit_samples(samples)
 
     def _seen(self, key: tuple[str, str], value: Any) -> None:
         self.interleaver.visit(key, value)
@@ -188,13 +204,14 @@ class Session:
 
     def _make_block(self, request_id: str, traced: bytes) -> Block:
         namespace: dict[str, Any] = {"__name__": "__nnsight_async_block__"}
+        controls = Controls(self._vocabulary)
         try:
             message = msgspec.msgpack.decode(traced, type=Traced)
-            block = Block(request_id, *self._program(message), namespace)
+            block = Block(request_id, *self._program(message), namespace, controls)
             namespace.update(loads(message.values, self._resolve))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            block = Block(request_id, *_NO_PROGRAM, namespace)
+            block = Block(request_id, *_NO_PROGRAM, namespace, controls)
             block.fail(CaptureError(f"the block and the values it reads could not be rebuilt in the worker: {text}"))
         namespace.update(self._saving)
         return block
@@ -233,7 +250,13 @@ _NO_PROGRAM = (
     ),
     Mutation(False, frozenset()),
 )
-_STOP_REASONS = {BlockState.STOPPED: STOPPED_BY_TRACER, BlockState.FAILED: STOPPED_BY_ERROR}
+
+
+def _stop_reason(block: Block) -> str | None:
+    """Why a request ends at this step, if it does."""
+    if block.state is BlockState.FAILED:
+        return STOPPED_BY_ERROR
+    return STOPPED_BY_TRACER if block.controls.stopped else None
 
 
 def _load_tokenizer(model_config: Any) -> Any:

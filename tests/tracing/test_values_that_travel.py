@@ -190,7 +190,7 @@ def test_the_error_leads_to_the_part_that_is_the_trouble() -> None:
     holder = Holder()
     with pytest.raises(
         CaptureError,
-        match=r"the block reads `holder` \(a test_values.Holder\).*`holder.lock`, a _thread.lock.*Bind what the block needs",
+        match=r"the block reads `holder` \(a test_values_that_travel.Holder\).*`holder.lock`, a _thread.lock.*Bind what the block needs",
     ):
         with trace():
             x = holder.threshold

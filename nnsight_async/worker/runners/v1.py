@@ -1,7 +1,8 @@
 """vLLM's V1 model runner (``vllm.v1.worker.gpu_model_runner``), which the CPU worker uses as well.
 
 Seams, on vLLM 0.32: ``_model_forward`` runs the model when ``input_batch.req_ids`` and the scheduled tokens are in
-their final order; ``_sample`` takes the logits and returns the sampled ids. Both are replaced on the instance.
+their final order; ``_sample`` takes the logits; the sampler's ``sample`` returns the drawn ids ``[requests]``, and the
+sampler gathers the logprobs after it. All three are replaced on their instances.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class V1Runner:
     def attach(self, events: StepEvents) -> None:
         """Have ``events`` called at each step from now on."""
         runner = self._runner
-        forward, sample = runner._model_forward, runner._sample
+        forward, sample, draw = runner._model_forward, runner._sample, runner.sampler.sample
 
         def traced_forward(*args: Any, **kwargs: Any) -> Any:
             if self.scheduled is None:
@@ -48,12 +49,18 @@ class V1Runner:
             if self.scheduled is None or logits is None:
                 return sample(logits, spec_decode_metadata)
             events.on_logits(logits)
-            output = sample(logits, spec_decode_metadata)
-            events.on_samples(output.sampled_token_ids)
-            return output
+            return sample(logits, spec_decode_metadata)
+
+        def traced_draw(*args: Any, **kwargs: Any) -> Any:
+            sampled, processed = draw(*args, **kwargs)
+            if self.scheduled is not None:
+                # Here the logprobs are not gathered yet: they will be those of the token that is written here.
+                events.on_samples(sampled.view(-1, 1))
+            return sampled, processed
 
         runner._model_forward = traced_forward
         runner._sample = traced_sample
+        runner.sampler.sample = traced_draw
 
     def dummy_forward(self) -> None:
         """Run one forward pass of one token, and compute its logits."""
