@@ -115,7 +115,10 @@ class Session:
         self._programs: dict[str, tuple[CompiledProgram, Mutation]] = {}
         self._saving = saving_functions(self.interleaver)
         install_reader(self.interleaver)
-        self.interleaver.learn_order(record_order(modules, self._dummy_forward))
+        try:
+            self.interleaver.learn_order(record_order(modules, self._dummy_forward))
+        except Exception:  # then a location that is out of order is told at the end of its step, not at once
+            logger.warning("the order of the model's forward pass could not be recorded", exc_info=True)
         runner.attach(self)
 
     @torch.inference_mode()
@@ -223,6 +226,8 @@ class Session:
             program = msgspec.msgpack.decode(message.program, type=Program)
             known = (compile_program(program), find_mutation(ast.parse(program.wrapped), program.saves))
             self._programs[message.digest] = known
+            if len(self._programs) > _MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
         return known
 
     def _resolve(self, reference: Any) -> object:
@@ -243,6 +248,8 @@ class Session:
         return None
 
 
+#: How many compiled programs are kept, the oldest going first.
+_MOST_PROGRAMS = 1024
 #: Stands in for a program that could not be compiled.
 _NO_PROGRAM = (
     CompiledProgram(
