@@ -171,6 +171,17 @@ async def test_an_open_loop_warns_in_the_callers_process(amodel: VLLM) -> None:
     assert output.saves == {"steps": [0, 1, 2]}
 
 
+async def test_a_loop_is_told_of_once(amodel: VLLM) -> None:
+    with pytest.warns(LoopCutShortWarning) as caught:
+        async with amodel.trace(PROMPT, temperature=0.0, max_tokens=2, ignore_eos=True) as tracer:
+            steps = list().save()
+            for step in tracer.all():
+                steps.append(step)
+        await tracer.backend
+    assert steps == [0, 1]
+    assert len(caught) == 1
+
+
 async def test_closing_a_stream_ends_its_request(amodel: VLLM) -> None:
     model = amodel
     with model.trace(PROMPT, temperature=0.0, max_tokens=400, ignore_eos=True) as tracer:

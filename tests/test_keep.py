@@ -1,6 +1,8 @@
 """What is kept is what was read, without the user writing .clone().
 
-vLLM rewrites a layer's residual in place, so each of these returns other numbers when ``worker/keep.py`` does nothing.
+On a GPU vLLM's fused norm writes over what a layer returned. Its CPU build computes the norm out of place, so here the
+blocks do to the norm's inputs, which are that memory, what the kernel does; rotary embeddings and the sampler write
+over theirs on every device. Without the copying in ``worker/keep.py`` most of these tests fail.
 """
 
 from __future__ import annotations
@@ -12,57 +14,100 @@ from nnsight_async import VLLM
 PROMPT = "The capital of France is"
 
 
+def _norms(model):
+    """The norm that is called next after each layer."""
+    return [*(layer.input_layernorm for layer in model.model.layers[1:]), model.model.norm]
+
+
+def _overwrite(norm):
+    """What the fused norm does to its inputs, the hidden states and the residual, where it is in place."""
+    for tensor in norm.inputs[0]:
+        tensor.fill_(-1.0)
+
+
 def test_saved_directly_at_every_layer(smol: VLLM) -> None:
     model = smol
-    for index in (0, 1, 7, 15, 29):
+    for index, norm in enumerate(_norms(model)):
         layer = model.model.layers[index]
         with model.trace(PROMPT, temperature=0.0, max_tokens=2):
             raw = layer.output[1].save()
             copy = layer.output[1].clone().save()
+            _overwrite(norm)
         assert torch.equal(raw, copy), index
 
 
 def test_in_a_list_at_every_layer(smol: VLLM) -> None:
     model = smol
+    norms = _norms(model)
     with model.trace(PROMPT, temperature=0.0, max_tokens=2):
         raw, copies = list().save(), list().save()
-        for layer in model.model.layers:
+        for layer, norm in zip(model.model.layers, norms, strict=True):
             raw.append(layer.output[1])
             copies.append(layer.output[1].clone())
+            _overwrite(norm)
     assert len(raw) == 30
     for index, (a, b) in enumerate(zip(raw, copies, strict=True)):
         assert torch.equal(a, b), index
 
 
+def test_what_the_engine_itself_writes_over(model: VLLM) -> None:
+    attention = model.model.layers[1].self_attn
+    with model.trace(PROMPT, temperature=0.7, seed=1, repetition_penalty=1.3, max_tokens=2):
+        raw, copies = list().save(), list().save()
+        raw.append(attention.q_norm.output)  # rotated in place
+        copies.append(attention.q_norm.output.clone())
+        raw.append(model.logits_processor.output)  # penalties and temperature are applied in place
+        copies.append(model.logits_processor.output.clone())
+        raw.append(model.logits)
+        copies.append(model.logits.clone())
+    for index, (a, b) in enumerate(zip(raw, copies, strict=True)):
+        assert torch.equal(a, b), index
+
+
+def test_an_edit_of_the_blocks_own_afterwards(model: VLLM) -> None:
+    layer = model.model.layers[1]
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        before = layer.mlp.output.save()
+        copy = layer.mlp.output.clone().save()
+        layer.output[0][:] += 1.0  # the same memory, a location later
+    assert torch.equal(before, copy)
+
+
 def test_views_of_what_was_read(smol: VLLM) -> None:
     model = smol
+    norms = _norms(model)
     with model.trace(PROMPT, temperature=0.0, max_tokens=2):
         raw, copies = list().save(), list().save()
-        for layer in model.model.layers:
+        for layer, norm in zip(model.model.layers, norms, strict=True):
             raw.append(layer.output[1][-1, :64].view(8, 8).T)
             copies.append(layer.output[1][-1, :64].view(8, 8).T.clone())
+            _overwrite(norm)
     for index, (a, b) in enumerate(zip(raw, copies, strict=True)):
         assert torch.equal(a, b), index
 
 
 def test_in_a_dict_in_a_list_and_in_a_tuple(model: VLLM) -> None:
+    norms = _norms(model)
     with model.trace(PROMPT, temperature=0.0, max_tokens=2):
         raw, copies = list().save(), list().save()
-        for layer in model.model.layers:
+        for layer, norm in zip(model.model.layers, norms, strict=True):
             raw.append({"stream": layer.output, "last": (layer.output[1][-1], "row")})
             copies.append({"stream": [t.clone() for t in layer.output], "last": layer.output[1][-1].clone()})
+            _overwrite(norm)
     for a, b in zip(raw, copies, strict=True):
         assert torch.equal(a["stream"][1], b["stream"][1])
         assert torch.equal(a["last"][0], b["last"])
 
 
 def test_under_a_loop_over_steps(model: VLLM) -> None:
+    norms = _norms(model)
     with model.trace(PROMPT, temperature=0.0, max_tokens=5, ignore_eos=True) as tracer:
         raw, copies = list().save(), list().save()
         for _ in tracer.iter[:5]:
-            for layer in model.model.layers:
+            for layer, norm in zip(model.model.layers, norms, strict=True):
                 raw.append(layer.output[1])
                 copies.append(layer.output[1].clone())
+                _overwrite(norm)
             raw.append(model.logits)
             copies.append(model.logits.clone())
     assert len(raw) == 25
@@ -71,12 +116,14 @@ def test_under_a_loop_over_steps(model: VLLM) -> None:
 
 
 def test_put_into_a_slot_that_was_there_before(model: VLLM) -> None:
+    norms = _norms(model)
     with model.trace(PROMPT, temperature=0.0, max_tokens=2):
         raw = ([None] * 4).save()
         copies = {}.save()
         for index, layer in enumerate(model.model.layers):
             raw[index] = layer.output[1]
             copies[index] = layer.output[1].clone()
+            _overwrite(norms[index])
     for index in range(4):
         assert torch.equal(raw[index], copies[index]), index
 
@@ -85,7 +132,7 @@ def test_read_early_and_saved_late(model: VLLM) -> None:
     with model.trace(PROMPT, temperature=0.0, max_tokens=2):
         early = model.model.layers[0].output[1]
         copy = early.clone().save()
-        model.model.layers[2].output
+        _overwrite(model.model.layers[1].input_layernorm)
         late = early.save()
         part = early[1:3].save()
     assert torch.equal(late, copy)

@@ -21,6 +21,7 @@ from vllm.sampling_params import SamplingParams
 
 from nnsight_async import changes, wire
 from nnsight_async.client.output import StepOutput
+from nnsight_async.client.stream import CutShort
 from nnsight_async.errors import ClosedError, EngineError, NnsightAsyncError, PromptError
 from nnsight_async.protocol import BlockState, Entry
 from nnsight_async.saving import RESULT
@@ -72,7 +73,7 @@ class Invoke:
         self.error: BaseException | None = None
         self.output: StepOutput | None = None
         self.sequences: dict[int, SequenceState] = {}
-        self.cut_short: list[str] = []
+        self.cut_short: list[CutShort] = []
         self._by_id: dict[str, SequenceState] = {}
         self._resolve = resolve
         self._emit = emit
@@ -234,7 +235,7 @@ class Invoke:
                 self._take(sequence, *sequence.final)
         for sequence in self.sequences.values():
             if sequence.state is BlockState.LOOPING:
-                self.cut_short.append(sequence.where)
+                self.cut_short.append(CutShort(sequence.where))
             sequence.saves = {name: _with_result(value, result) for name, value in sequence.saves.items()}
         last = self.sequences[self.output.sequence]
         self.output.saves = last.saves

@@ -15,7 +15,7 @@ from nnsight_async.client.output import StepOutput
 from nnsight_async.errors import ArgumentError, LoopCutShortWarning
 
 
-@dataclass(frozen=True)
+@dataclass
 class CutShort:
     """A loop over steps that was cut short, on its way to the caller, where it becomes a warning.
 
@@ -23,9 +23,13 @@ class CutShort:
     """
 
     where: str
+    _given: bool = False
 
     def emit(self) -> None:
-        """Give the warning, at the loop's own line."""
+        """Give the warning, at the loop's own line; the second time does nothing."""
+        if self._given:
+            return
+        self._given = True
         place, _, _ = self.where.partition(": ")
         filename, _, line = place.rpartition(":")
         warnings.warn_explicit(

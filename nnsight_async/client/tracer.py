@@ -16,7 +16,7 @@ import msgspec
 from nnsight_async.client.invoke import Invoke
 from nnsight_async.client.output import StepOutput
 from nnsight_async.client.sampling import check_settings, make_params, make_prompt
-from nnsight_async.client.stream import CutShort, Stream
+from nnsight_async.client.stream import Stream
 from nnsight_async.errors import (
     NO_BARRIER,
     ArgumentError,
@@ -212,8 +212,8 @@ class Tracer:
         finally:
             if invoke.error is not None:
                 self._stream.put(invoke.error)
-            for where in invoke.cut_short:
-                self._stream.put(CutShort(where))
+            for loop in invoke.cut_short:
+                self._stream.put(loop)
             self._stream.ended()
 
     def _emit(self, output: StepOutput) -> None:
@@ -259,8 +259,8 @@ class Tracer:
         """Write the saved names back, tell of loops that were cut short, and raise the first error there was."""
         assert self._frame is not None
         write_back(self._frame, self.saves)
-        for where in itertools.chain.from_iterable(invoke.cut_short for invoke in self._invokes):
-            CutShort(where).emit()
+        for loop in itertools.chain.from_iterable(invoke.cut_short for invoke in self._invokes):
+            loop.emit()
         errors = [invoke.error for invoke in self._invokes if invoke.error is not None]
         if errors:
             for other in errors[1:]:
