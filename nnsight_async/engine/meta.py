@@ -12,6 +12,7 @@ import torch
 import vllm.distributed.parallel_state as parallel_state
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -23,9 +24,25 @@ def build_meta_model(config: VllmConfig) -> nn.Module:
     """The engine's model class, built as on a single device, every tensor on the meta device."""
     # Attention layers register themselves in the config they are built from, so it gets a copy.
     own = copy.deepcopy(config)
-    with _single_rank(), torch.device("meta"), set_default_torch_dtype(own.model_config.dtype):
+    with (
+        _single_rank(),
+        _own_rotary_embeddings(),
+        torch.device("meta"),
+        set_default_torch_dtype(own.model_config.dtype),
+    ):
         model: nn.Module = initialize_model(own)
         return model.eval()
+
+
+@contextmanager
+def _own_rotary_embeddings() -> Iterator[None]:
+    """vLLM shares rotary embeddings through a table of the process, which a forked engine inherits: no meta tensors."""
+    before = dict(rotary_embedding._ROPE_DICT)
+    try:
+        yield
+    finally:
+        rotary_embedding._ROPE_DICT.clear()
+        rotary_embedding._ROPE_DICT.update(before)
 
 
 @contextmanager
