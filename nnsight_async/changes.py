@@ -153,8 +153,15 @@ def _note(node: _List, index: int, item: Any) -> None:
         node.nested[index] = _shadow(item)
     else:
         node.nested.pop(index, None)
-        if not isinstance(item, (torch.Tensor, tuple, *_IMMUTABLE)):
+        if not _is_fixed(item):
             node.nested[index] = _Leaf(item)
+
+
+def _is_fixed(item: Any) -> bool:
+    """Whether an item can only change by being replaced (or, a tensor, in place)."""
+    if isinstance(item, tuple):
+        return all(map(_is_fixed, item))
+    return isinstance(item, (torch.Tensor, *_IMMUTABLE))
 
 
 def apply(values: Mapping[str, Any], changes: Mapping[str, Change]) -> dict[str, Any]:

@@ -66,11 +66,11 @@ class _Pickler(cloudpickle.Pickler):
         self._reference = reference
 
     def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
-        # Parameters travel as plain tensors; other subclasses and sparse or quantised tensors know how to pickle
-        # themselves.
+        # Parameters travel as plain tensors; other subclasses, and sparse, quantised and nested tensors, know how to
+        # pickle themselves.
         if type(obj) in (torch.Tensor, torch.nn.Parameter):
             assert isinstance(obj, torch.Tensor)
-            if obj.layout is torch.strided and not obj.is_quantized:
+            if obj.layout is torch.strided and not obj.is_quantized and not obj.is_nested:
                 return self._slab.add(obj.detach())
         return self._reference(obj)
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 from conftest import ENGINE, Engines, live
 
 from nnsight_async import VLLM, save
@@ -307,3 +308,23 @@ def test_a_block_that_begins_with_try(model: VLLM) -> None:
         finally:
             done = "yes".save()
     assert (token, done) == (result.outputs[0].token_ids[0], "yes")
+
+
+class _Unpicklable:
+    def __reduce__(self):
+        raise SystemExit(3)
+
+
+def test_a_value_that_does_what_it_likes_when_it_is_sent(model: VLLM) -> None:
+    with pytest.raises(CaptureError, match="SystemExit: 3"):
+        with model.trace(PROMPT, max_tokens=2):
+            value = _Unpicklable().save()
+
+
+def test_sparse_and_nested_tensors_travel(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        sparse = torch.eye(3).to_sparse().save()
+    assert sparse.to_dense().tolist() == torch.eye(3).tolist()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).save()
+    assert [part.tolist() for part in nested.unbind()] == [[1.0, 1.0], [1.0, 1.0, 1.0]]

@@ -215,3 +215,52 @@ def test_a_tensor_that_a_helper_function_changes(model: VLLM) -> None:
         for _ in tracer.iter[:3]:
             _double(ones)
     assert ones.tolist() == [8.0, 8.0]
+
+
+class _Box:
+    """An object that reaches a saved tensor in its own way."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def double(self):
+        self.tensor.mul_(2)
+
+
+def test_a_tensor_that_is_changed_where_the_block_does_not_show_it(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+        boxed, listed = torch.ones(2).save(), [torch.ones(2)].save()
+        box = _Box(boxed)
+
+        def double_first():
+            listed[0].mul_(2)
+
+        for _ in tracer.iter[:3]:
+            box.double()
+            double_first()
+    assert boxed.tolist() == [8.0, 8.0]
+    assert listed[0].tolist() == [8.0, 8.0]
+
+
+def test_a_tensor_that_is_changed_by_an_object_or_through_an_array(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+        boxed = torch.ones(2).save()
+        box = _Box(boxed)
+        for _ in tracer.iter[:3]:
+            box.double()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+        aliased = torch.ones(2).save()
+        array = aliased.numpy()
+        for _ in tracer.iter[:3]:
+            array *= 2
+    assert boxed.tolist() == [8.0, 8.0]
+    assert aliased.tolist() == [8.0, 8.0]
+
+
+def test_a_list_in_a_tuple_in_a_list_that_grows(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+        inner = []
+        outer = [(0, inner)].save()
+        for step in tracer.iter[:3]:
+            inner.append(step)
+    assert outer == [(0, [0, 1, 2])]

@@ -83,6 +83,7 @@ def _start(tmp_path: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        process_group=0,  # its own, as a shell gives it
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -173,3 +174,23 @@ async def test_the_models_own_with_belongs_to_its_mode(model: VLLM) -> None:
     with pytest.raises(UnsupportedError, match="mode"):
         async with model:
             pass
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_whole_terminal_leaves_the_engine_usable(tmp_path: Path) -> None:
+    end = """
+import signal
+try:
+    os.killpg(0, signal.SIGINT)  # what Ctrl-C in a terminal does
+    time.sleep(60)
+except KeyboardInterrupt:
+    pass
+time.sleep(1)
+with model.trace("The capital of France is", temperature=0.0, max_tokens=2) as tracer:
+    result = tracer.result.save()
+print("after", len(result.outputs[0].token_ids), flush=True)
+"""
+    process, _ = _start(tmp_path, end)
+    out, errors = process.communicate(timeout=120)
+    assert "after 2" in out, errors[-3000:]
+    assert process.returncode == 0

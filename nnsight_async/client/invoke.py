@@ -22,7 +22,7 @@ from vllm.sampling_params import SamplingParams
 from nnsight_async import changes, wire
 from nnsight_async.client.output import StepOutput
 from nnsight_async.client.stream import CutShort
-from nnsight_async.errors import ClosedError, EngineError, NnsightAsyncError, PromptError
+from nnsight_async.errors import CaptureError, ClosedError, EngineError, NnsightAsyncError, PromptError
 from nnsight_async.protocol import BlockState, Entry
 from nnsight_async.saving import RESULT
 
@@ -193,7 +193,7 @@ class Invoke:
             if entry.error:
                 self._fail(pickle.loads(entry.error).to_exception(self.number))
         except Exception as error:
-            self._fail(NnsightAsyncError(f"what the block saved could not be read: {type(error).__name__}: {error}"))
+            self._fail(CaptureError(f"what the block saved cannot be rebuilt here: {type(error).__name__}: {error}"))
             return
 
     def _output(self, sequence: SequenceState, step: int, output: RequestOutput) -> None:

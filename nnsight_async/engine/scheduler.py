@@ -26,6 +26,8 @@ class _Stops:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # A Ctrl-C in a terminal reaches every process there; what it means is for the client to say.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         # The scheduler is what of ours lives in the engine core's process, which by itself outlives a killed client.
         threading.Thread(
             target=_end_with_parent, args=(os.getppid(),), name="nnsight-async-parent", daemon=True

@@ -221,6 +221,11 @@ class Block:
             for tensor in tensors_of(value):
                 self.visit.shown.hand_out(tensor)
 
+    def forget_saves(self) -> None:
+        """Let go of all that is saved, so that it is not sent again."""
+        self.saved.clear()
+        self.marked.clear()
+
     def pickled_failure(self) -> bytes:
         """The failure as it travels, empty if the block has not failed."""
         return pickle.dumps(self.failure) if self.failure is not None else b""

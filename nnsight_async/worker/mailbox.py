@@ -9,8 +9,8 @@ import msgspec
 import zmq
 
 from nnsight_async import wire
-from nnsight_async.errors import BlockFailure, CaptureError
-from nnsight_async.protocol import BlockState, Entry, Post
+from nnsight_async.errors import CaptureError
+from nnsight_async.protocol import Entry, Post
 from nnsight_async.worker.block import Block
 from nnsight_async.worker.interleaver import Interleaver
 
@@ -31,7 +31,14 @@ class Mailbox:
         """Send what the blocks saved or changed since their last post."""
         slab = wire.SlabWriter()
         entries = [self._entry(block, slab, final) for block in blocks]
-        frames: list[Any] = [self._encoder.encode(Post(entries)), slab.finish()]
+        try:
+            data = slab.finish()
+        except Exception as error:  # one tensor that cannot be copied: whose it is is not known here
+            for block in blocks:
+                _fail(block, error)
+            slab = wire.SlabWriter()
+            entries, data = [self._entry(block, slab, final) for block in blocks], slab.finish()
+        frames: list[Any] = [self._encoder.encode(Post(entries)), data]
         self._socket.send_multipart(frames, copy=False)
 
     def close(self) -> None:
@@ -40,18 +47,18 @@ class Mailbox:
 
     def _entry(self, block: Block, slab: wire.SlabWriter, final: bool) -> Entry:
         changes = b""
-        if block.state is not BlockState.FAILED or block.saved:
-            try:
-                changed = block.changes()
-                if changed:
-                    changes = wire.dumps(changed, slab, self._reference)
-            except Exception as error:
-                names = ", ".join(sorted(block.saved))
-                block.failure = BlockFailure.of(
-                    CaptureError(f"what the block saved ({names}) cannot be sent: {type(error).__name__}: {error}"),
-                    "",
-                    None,
-                )
-                block.state = BlockState.FAILED
-                block.saved.clear()
+        try:
+            changed = block.changes()
+            if changed:
+                changes = wire.dumps(changed, slab, self._reference)
+        except BaseException as error:  # the user's own __reduce__ may raise whatever it likes, SystemExit too
+            _fail(block, error)
         return self._interleaver.entry(block, changes, final=final)
+
+
+def _fail(block: Block, error: BaseException) -> None:
+    """End a block because what it saved cannot be sent."""
+    names = ", ".join(sorted(block.saved))
+    text = f"what the block saved ({names}) cannot be sent: {type(error).__name__}: {error}"
+    block.forget_saves()
+    block.fail(CaptureError(text))

@@ -8,75 +8,95 @@ harmless counts.
 from __future__ import annotations
 
 import ast
-import builtins
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final
 
 import torch
 
 _LOCATIONS: Final = frozenset({"output", "input", "inputs", "logits", "samples"})
-#: Methods that take a tensor and keep it as it is.
-_HARMLESS: Final = frozenset(
-    {"append", "extend", "insert", "add", "update", "setdefault", "get", "save", "item", "tolist"}
-)
+#: Packages whose functions leave their arguments as they are, but for those that say otherwise (``add_``, ``out=``).
+_PURE: Final = frozenset(
+    {"builtins", "torch", "math", "numpy", "operator", "itertools", "functools", "collections", "einops", "time"}
+) | {"nnsight_async"}
+#: What has only methods that leave tensors as they are, but for those whose name ends in an underscore.
+_HARMLESS: Final = (torch.Tensor, list, dict, set, tuple, str, int, float)
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """What a program may change in place: ``always`` says something, ``counters`` names what ``name += x`` is done to.
+    """What a program may change in place.
 
-    ``n += 1`` on a number makes a new number, on a tensor it changes the tensor.
+    ``always`` says that something is changed; ``counters`` names what ``name += x`` is done to (on a number it makes a
+    new number, on a tensor it changes the tensor); ``callees`` names what is called, or whose methods are.
     """
 
     always: bool
-    counters: frozenset[str]
+    counters: frozenset[str] = frozenset()
+    callees: frozenset[str] = frozenset()
 
     def possible(self, namespace: Mapping[str, Any]) -> bool:
         """Whether a tensor may have been changed, the program's variables being as they are now."""
-        return self.always or any(isinstance(namespace.get(name), torch.Tensor) for name in self.counters)
+        if self.always or any(isinstance(namespace.get(name), torch.Tensor) for name in self.counters):
+            return True
+        return any(name in namespace and not _is_harmless(namespace[name]) for name in self.callees)
 
 
-def find_mutation(tree: ast.AST, saved: Collection[str]) -> Mutation:
-    """Read a program. An edit of a location does not count: the block's copies of it are its own.
-
-    ``saved`` are the names that the program saves.
-    """
-    counters = set()
+def find_mutation(tree: ast.AST) -> Mutation:
+    """Read a program. An edit of a location does not count: the block's copies of it are its own."""
+    counters: set[str] = set()
+    callees: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.AugAssign):
             if isinstance(node.target, ast.Name):
                 counters.add(node.target.id)
             elif not _is_location(node.target):
-                return Mutation(True, frozenset())
-        elif (isinstance(node, ast.Assign) and any(map(_writes_into, node.targets))) or (
-            isinstance(node, ast.Call) and _may_write(node, saved)
-        ):
-            return Mutation(True, frozenset())
-    return Mutation(False, frozenset(counters))
+                return Mutation(True)
+        elif isinstance(node, ast.Assign) and any(map(_writes_into, node.targets)):
+            return Mutation(True)
+        elif isinstance(node, ast.Call):
+            if _writes(node):
+                return Mutation(True)
+            callees.update(_root(node.func))
+    return Mutation(False, frozenset(counters), frozenset(callees))
+
+
+def _is_harmless(value: Any) -> bool:
+    """Whether calling a value, or a method of it, leaves tensors that are saved as they are."""
+    if isinstance(value, _HARMLESS):
+        return True
+    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    if not isinstance(home, str):  # a bound method of a built-in type, say
+        home = type(value).__module__
+    return home.partition(".")[0] in _PURE
 
 
 def _writes_into(target: ast.expr) -> bool:
-    """``t[i] = x`` and ``t.data = x``, but not a slot of a saved dict or list by a plain key: that is seen anyway."""
+    """``t[i] = x`` and ``t.data = x``, unless it is a location that is written."""
     if isinstance(target, (ast.Tuple, ast.List)):
         return any(map(_writes_into, target.elts))
     return isinstance(target, (ast.Subscript, ast.Attribute)) and not _is_location(target)
 
 
-def _may_write(call: ast.Call, saved: Collection[str]) -> bool:
+def _writes(call: ast.Call) -> bool:
+    """A call that says that it writes, or gives out a tensor's memory (``numpy()``)."""
     if any(keyword.arg in ("out", "inplace") for keyword in call.keywords):
         return True
-    function = call.func
-    if isinstance(function, ast.Attribute):
-        name = function.attr
-        if name.endswith("_") and not name.endswith("__"):
-            return True
-        if name in _HARMLESS or (isinstance(function.value, ast.Name) and function.value.id == "torch"):
-            return False
-    elif isinstance(function, ast.Name) and (hasattr(builtins, function.id) or function.id.startswith("__")):
-        return False
-    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return any(isinstance(inner, ast.Name) and inner.id in saved for item in arguments for inner in ast.walk(item))
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    return name == "numpy" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _root(function: ast.expr) -> list[str]:
+    """The variable that what is called is reached from, if it is one's."""
+    node = function
+    while True:
+        if isinstance(node, (ast.Attribute, ast.Subscript)):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.func
+        else:
+            return [node.id] if isinstance(node, ast.Name) else []
 
 
 def _is_location(target: ast.expr) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import signal
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ class TracingWorker(_Base):
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does, then learn the order of the forward pass and take requests' blocks from there on."""
         times = super().compile_or_warm_up_model()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the engine core: an interrupt is the client's to handle
         settings = msgspec.convert(self.vllm_config.additional_config[CONFIG_KEY], WorkerSettings)
         self._session = Session(V1Runner(self.model_runner), settings, self.model_config)
         return times
@@ -224,7 +226,7 @@ class Session:
         known = self._programs.get(message.digest)
         if known is None:
             program = msgspec.msgpack.decode(message.program, type=Program)
-            known = (compile_program(program), find_mutation(ast.parse(program.wrapped), program.saves))
+            known = (compile_program(program), find_mutation(ast.parse(program.wrapped)))
             self._programs[message.digest] = known
             if len(self._programs) > _MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
@@ -255,7 +257,7 @@ _NO_PROGRAM = (
     CompiledProgram(
         compile("", "<block>", "exec"), Program("", "<block>", 1, "", (), (), (), "", None, 0), frozenset()
     ),
-    Mutation(False, frozenset()),
+    Mutation(False),
 )
 
 
