@@ -10,7 +10,14 @@ from conftest import Engines, live
 from reference import close, reference
 
 from nnsight_async import VLLM
-from nnsight_async.errors import BlockError, ClosedError, LoopCutShortWarning, OutsideBlockError, UnsupportedError
+from nnsight_async.errors import (
+    ArgumentError,
+    BlockError,
+    ClosedError,
+    LoopCutShortWarning,
+    OutsideBlockError,
+    UnsupportedError,
+)
 
 PROMPT = "The capital of France is"
 
@@ -277,3 +284,37 @@ async def test_tensors_of_a_saved_value_are_the_callers_own(amodel: VLLM) -> Non
     with pytest.raises(ClosedError):
         raise ClosedError  # a closed request's error is one of ours
     assert tracer.saves["hidden"] is hidden
+
+
+async def test_a_stream_has_one_consumer_at_a_time(amodel: VLLM) -> None:
+    with amodel.trace(PROMPT, temperature=0.0, max_tokens=200, ignore_eos=True) as tracer:
+        pass
+    first = asyncio.create_task(anext(tracer.backend))
+    await asyncio.sleep(0)
+    with pytest.raises(ArgumentError, match="one consumer"):
+        await anext(tracer.backend)
+    assert (await first).step == 0
+    with pytest.raises(TimeoutError):  # a consumer that gives up leaves the place to the next
+        async with asyncio.timeout(0):
+            while True:
+                await anext(tracer.backend)
+    assert (await anext(tracer.backend)).step >= 1
+    await tracer.backend.aclose()
+
+
+async def test_a_request_that_is_closed_before_its_result_leaves_nothing(amodel: VLLM) -> None:
+    async def one() -> None:
+        async with amodel.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+            count = len(tracer.result.outputs).save()
+
+    await one()
+    for number in range(20):
+        task = asyncio.create_task(one())
+        await asyncio.sleep(0.002 * number)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    for _ in range(50):
+        if await amodel.live() == 0:
+            break
+        await asyncio.sleep(0.1)
+    assert await amodel.live() == 0

@@ -122,9 +122,8 @@ class Connection:
             ids = [invoke.internal_id] if invoke.internal_id else invoke.worker_ids
             with contextlib.suppress(Exception):  # the engine may be the one that died
                 await self.engine.abort(ids, internal=True)
-                if any(sequence.wants_result for sequence in invoke.sequences.values()):
-                    for worker_id in invoke.worker_ids:
-                        await self.send_result(worker_id, None)
+                for worker_id in invoke.may_want_result():
+                    await self.send_result(worker_id, None)
 
     async def send_result(self, worker_id: str, result: bytes | None) -> None:
         """Hand a finished request's RequestOutput to its block, or None to have the block freed without."""

@@ -56,7 +56,8 @@ class Invoke:
     """The coroutine that manages one request, and what has come of it.
 
     ``resolve`` finds what references in saved values stand for; without it the request is not traced, and no entries
-    are waited for. ``emit`` is called on the engine's loop with each joined output, as it comes.
+    are waited for. ``emit`` is called on the engine's loop with each joined output, as it comes. ``reads_result`` says
+    that the block may wait for the request's result.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Invoke:
         params: SamplingParams,
         resolve: wire.Resolve | None,
         emit: Callable[[StepOutput], None],
+        *,
+        reads_result: bool = False,
     ) -> None:
         self.number = number
         self.prompt = prompt
@@ -77,6 +80,7 @@ class Invoke:
         self._by_id: dict[str, SequenceState] = {}
         self._resolve = resolve
         self._emit = emit
+        self._reads_result = reads_result
         self._over = asyncio.Event()
         self._final = asyncio.Event()
         self._whole: RequestOutput | None = None
@@ -125,6 +129,15 @@ class Invoke:
     def worker_ids(self) -> list[str]:
         """The ids under which the worker knows the request's sequences."""
         return list(self._by_id)
+
+    def may_want_result(self) -> list[str]:
+        """The worker's ids of sequences whose blocks may be waiting for the result: the worker keeps those.
+
+        What a block waits for now is not known here if its last entry is still on its way.
+        """
+        ended = (BlockState.DONE, BlockState.FAILED, BlockState.STOPPED)
+        waiting = [s.internal_id for s in self.sequences.values() if s.state not in ended and s.final is None]
+        return waiting if self._reads_result else []
 
     @property
     def saves(self) -> dict[str, Any]:

@@ -107,9 +107,16 @@ class Stream:
                     return self._items.popleft()
                 if not self._running:
                     raise StopAsyncIteration
+                if self._waiter is not None:
+                    raise ArgumentError("the stream is being consumed already: it has one consumer at a time")
                 event = asyncio.Event()
-                self._waiter = (asyncio.get_running_loop(), event)
-            await event.wait()
+                self._waiter = waiter = (asyncio.get_running_loop(), event)
+            try:
+                await event.wait()
+            finally:
+                with self._lock:
+                    if self._waiter is waiter:  # cancelled while waiting
+                        self._waiter = None
 
     def __await__(self) -> Generator[Any, None, StepOutput]:
         return self._drain().__await__()

@@ -86,6 +86,7 @@ class Tracer:
         self._done: Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._entered = False
+        self._travelled = False
 
     # Opening and leaving.
 
@@ -180,10 +181,12 @@ class Tracer:
         return InvokeContext(self, make_prompt(prompt), {**self._settings, **check_settings(settings)})
 
     def _add(self, prompt: Any, settings: Mapping[str, Any], block: _Block) -> None:
+        self._travelled = False  # set when a reference to the tracer is made, with which a block can read the result
         params = make_params(settings, {EXTRA_ARG: block.message(self)})
         # Salted, so that what an edited request leaves in the prefix cache is found by nobody.
         salted = {**prompt, "cache_salt": uuid.uuid4().hex}
-        self._invokes.append(Invoke(len(self._invokes), salted, params, self._resolve, self._emit))
+        number, reads_result = len(self._invokes), self._travelled
+        self._invokes.append(Invoke(number, salted, params, self._resolve, self._emit, reads_result=reads_result))
 
     def _submit(self) -> None:
         if not self._invokes:
@@ -288,6 +291,7 @@ class Tracer:
         if value is self._model:
             return ("model",)
         if isinstance(value, (Tracer, InvokeContext)):
+            self._travelled = True
             return ("tracer",)
         return ("tokenizer",) if value is self._model._loaded_tokenizer and value is not None else None
 
