@@ -83,9 +83,10 @@ class Interleaver:
         if blocks is None:
             return
         self._position = self._occurrence(key)
+        tensors = list(tensors_of(value))
         for block in blocks:
             rows = self._rows[block.request_id]
-            shown = Shown(list(tensors_of(value)))
+            shown = Shown(tensors)
             if self._in_forward:
                 view = narrow(value, self._tokens, rows.start, rows.stop, shown.hand_out)
             else:

@@ -36,6 +36,7 @@ from nnsight_async.worker.interleaver import Interleaver
 from nnsight_async.worker.mailbox import Mailbox
 from nnsight_async.worker.mutation import Mutation, find_mutation
 from nnsight_async.worker.rows import Rows
+from nnsight_async.worker.runners import Runner
 from nnsight_async.worker.runners.v1 import V1Runner
 from nnsight_async.worker.saving import saving_functions
 
@@ -102,7 +103,7 @@ class TracingWorker(_Base):
 class Session:
     """Everything of ours in one worker: the tree, the blocks, the mailbox, and the runner they are attached to."""
 
-    def __init__(self, runner: V1Runner, settings: WorkerSettings, model_config: Any) -> None:
+    def __init__(self, runner: Runner, settings: WorkerSettings, model_config: Any) -> None:
         self._runner = runner
         modules: dict[str, nn.Module] = dict(runner.model.named_modules(remove_duplicate=False))
         self._hooks = Hooks(modules, self._seen)

@@ -26,7 +26,12 @@ class StepEvents(Protocol):
 
 
 class Runner(Protocol):
-    """What the worker needs of a runner."""
+    """What the worker needs of a runner.
+
+    ``scheduled`` is the scheduler's output of the step in progress; None outside one, and where nothing is traced.
+    """
+
+    scheduled: Any
 
     @property
     def model(self) -> nn.Module:
