@@ -12,31 +12,29 @@ from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Final
 
+import msgspec
 import torch
 
 _IMMUTABLE: Final = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
-@dataclass(frozen=True, slots=True)
-class Set:
+class Set(msgspec.Struct, array_like=True, tag=0):
     """Replace the value whole."""
 
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Grow:
+class Grow(msgspec.Struct, array_like=True, tag=1):
     """Change some items of a list and append others."""
 
     items: dict[int, Change]
     tail: list[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """Change some entries of a dict and add others."""
+class Merge(msgspec.Struct, array_like=True, tag=2):
+    """Change some entries of a dict and add others, as pairs of a key and its change."""
 
-    entries: dict[Any, Change]
+    entries: list[tuple[Any, Change]]
 
 
 Change = Set | Grow | Merge
@@ -119,11 +117,11 @@ class Shadow:
         return Grow(items, tail) if items or tail else None
 
     def _diff_dict(self, node: _Dict, value: dict[Any, Any]) -> Merge | None:
-        entries: dict[Any, Change] = {}
+        entries: list[tuple[Any, Change]] = []
         for key, item in value.items():
             node.entries[key], change = self._diff(node.entries.get(key), item)
             if change is not None:
-                entries[key] = change
+                entries.append((key, change))
         return Merge(entries) if entries else None
 
     def _same(self, sent: Any, value: Any) -> bool:
@@ -183,6 +181,23 @@ def _apply(value: Any, change: Change) -> Any:
             return grown
         case Merge(entries):
             merged = dict(value)
-            for key, item in entries.items():
+            for key, item in entries:
                 merged[key] = _apply(merged.get(key), item)
             return merged
+
+
+def added(values: Mapping[str, Any], changes: Mapping[str, Change]) -> dict[str, Any]:
+    """What ``changes`` brought: ``values`` are those that they have been applied to.
+
+    A list that only grew gives the items it grew by, a dict its new and changed entries, anything else its value.
+    """
+    return {name: _added(values[name], change) for name, change in changes.items()}
+
+
+def _added(value: Any, change: Change) -> Any:
+    match change:
+        case Grow(items, tail) if not items:
+            return list(tail)
+        case Merge(entries):
+            return {key: value[key] for key, _ in entries}
+    return value

@@ -65,6 +65,14 @@ class ClosedError(NnsightAsyncError):
     """The model, or the request, is closed."""
 
 
+class RequestOverError(ClosedError):
+    """A message was sent to a request that is over."""
+
+
+class MailboxFullError(NnsightAsyncError):
+    """A request was ended because its caller does not read what it saves as fast as it comes."""
+
+
 class UnsupportedError(NnsightAsyncError, NotImplementedError):
     """Something this engine does not do; the message says what to do instead."""
 

@@ -6,8 +6,11 @@ import weakref
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
+import torch
+
 from nnsight_async.client.connection import Connection
 from nnsight_async.client.generate import generate
+from nnsight_async.client.ledger import DEFAULT_LIMIT
 from nnsight_async.client.sampling import check_settings, split_prompts
 from nnsight_async.client.tracer import Tracer
 from nnsight_async.engine.arguments import build_config
@@ -28,6 +31,10 @@ class VLLM:
         model: the name or the folder of a model, as vLLM takes it.
         mode: ``"sync"``: after a block the saved names hold their values; ``"async"``: ``tracer.backend`` streams.
         dispatch: start the engine now.
+        mailbox_bytes: how many bytes of saved values may wait to be read, all requests of the model together (1 GiB). A
+            request whose caller is too slow for its share is ended with a :class:`MailboxFullError`; the others and the
+            engine never wait for it. What has been taken out of a stream, and what a trace that is waited for gathers,
+            does not count.
         engine_arguments: vLLM's own engine arguments (``dtype``, ``max_model_len``, ``gpu_memory_utilization``, ...),
             passed on untouched.
 
@@ -49,16 +56,19 @@ class VLLM:
         *,
         mode: Literal["sync", "async"] = "sync",
         dispatch: bool = False,
+        mailbox_bytes: int = DEFAULT_LIMIT,
         **engine_arguments: Any,
     ) -> None:
         if mode not in ("sync", "async"):
             raise ArgumentError(f'mode is "sync" or "async", not {mode!r}')
+        if mailbox_bytes < 1:
+            raise ArgumentError(f"mailbox_bytes is a number of bytes, at least 1, not {mailbox_bytes!r}")
         self.mode = mode
         self._config = build_config(model, engine_arguments)
         self._root = ModuleRef(build_meta_model(self._config))
         self._loaded_tokenizer: Any = None
         log_stats = engine_arguments.get("disable_log_stats") is False
-        self._connection = Connection(self._config, log_stats=log_stats)
+        self._connection = Connection(self._config, log_stats=log_stats, mailbox_bytes=mailbox_bytes)
         weakref.finalize(self, self._connection.close).atexit = False  # a model that is collected frees its engine
         if dispatch:
             if mode == "sync":
@@ -68,19 +78,28 @@ class VLLM:
 
     # Tracing.
 
-    def trace(self, prompt: Any = None, **sampling: Any) -> Tracer:
+    def trace(
+        self,
+        prompt: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        **sampling: Any,
+    ) -> Tracer:
         """Trace one generation: ``with model.trace(prompt, temperature=0.0, max_tokens=8) as tracer:``.
 
         Args:
             prompt: a string, a list of token ids, a tokenizer's dict, or one of vLLM's prompt dicts. Without one, the
                 body opens ``tracer.invoke(prompt)`` for each prompt.
+            device: where saved tensors are put in this process; the CPU by default.
+            dtype: the type in which saved floating-point tensors travel and arrive; their own by default.
             sampling: anything ``vllm.SamplingParams`` takes, with vLLM's defaults; ``max_new_tokens`` is understood.
 
         Raises:
             ArgumentError: a misspelled or impossible setting.
             PromptError: an empty prompt, or a list of several.
         """
-        return Tracer(self, prompt, sampling)
+        return Tracer(self, prompt, sampling, device=device, dtype=dtype)
 
     def generate(self, prompts: Any, *, progress: bool = True, **sampling: Any) -> Any:
         """Generate without tracing anything.

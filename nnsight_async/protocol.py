@@ -1,8 +1,10 @@
 """Every message that crosses a process, and nothing else.
 
-Down, from the client to the worker: a :class:`Traced` rides in ``SamplingParams.extra_args`` of its request. Up, from
-the worker to the client: one :class:`Post` a step, a ZeroMQ message of two frames, the post itself and the slab that
-holds the bytes of every tensor in it. Both are MessagePack, through msgspec.
+Down, from the client to the worker: a :class:`Traced` rides in ``SamplingParams.extra_args`` of its request; its
+program goes before the first request that needs it, and a :class:`Message` goes to a request that runs, both through
+``AsyncLLM.collective_rpc``. Up, from the worker to the client: one :class:`Post` a step, a ZeroMQ message of two
+frames, the post itself and the bytes of small tensors; larger ones are in shared memory
+(:mod:`nnsight_async.segments`). All of it is MessagePack, through msgspec.
 """
 
 from __future__ import annotations
@@ -16,6 +18,10 @@ import msgspec
 EXTRA_ARG: Final = "nnsight_async"
 #: The key of ``VllmConfig.additional_config`` under which the worker finds its :class:`WorkerSettings`.
 CONFIG_KEY: Final = "nnsight_async"
+
+#: How many programs the client takes the worker to have. The worker keeps several times as many, since requests may
+#: wait for long between the two.
+KNOWN_PROGRAMS: Final = 1024
 
 #: ``stop_reason`` of a request that its block ended with ``tracer.stop()``.
 STOPPED_BY_TRACER: Final = "tracer.stop"
@@ -33,15 +39,15 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 class Traced(msgspec.Struct, frozen=True):
-    """A traced request's block: its program, and the pickled values that the program reads from the caller.
+    """A traced request's block: which program, and the pickled values that the program reads from the caller.
 
-    ``program`` is an encoded :class:`nnsight_async.tracing.Program`, which the worker decodes and compiles the first
-    time it sees ``digest``.
+    ``digest`` names a program that the worker has been sent, ``dtype`` the type in which floating-point tensors are
+    sent back (``float32``), if not in their own.
     """
 
-    program: bytes
     digest: str
     values: bytes
+    dtype: str = ""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -63,8 +69,14 @@ class EditLogits(msgspec.Struct, frozen=True, tag="edit"):
     bias: dict[int, float]
 
 
+class SetLive(msgspec.Struct, frozen=True, tag="live"):
+    """Have ``tracer.live(name, default)`` return these values from this step on; a pickled dict, by name."""
+
+    values: bytes
+
+
 #: What goes into the engine loop for one request, whoever sends it.
-Message = Stop | ForceSamples | EditLogits
+Message = Stop | ForceSamples | EditLogits | SetLive
 
 
 class BlockState(IntEnum):
@@ -86,8 +98,10 @@ class Entry(msgspec.Struct, array_like=True):
     """What one request's block did in one step.
 
     ``step`` counts the request's own steps from 0, the prefill. ``changes`` is what happened to the saved values since
-    the last entry (see :mod:`nnsight_async.changes`), empty where nothing did. ``where`` says what the block waits for,
-    in words; ``error`` is a pickled :class:`nnsight_async.errors.BlockFailure`.
+    the last entry (see :mod:`nnsight_async.changes`), empty where nothing did. The bytes of its tensors, ``nbytes`` of
+    them, are in the second frame from ``offset`` on where ``segment`` is -1, else in that segment from page ``offset``
+    on. ``where`` says what the block waits for, in words; ``error`` is a pickled
+    :class:`nnsight_async.errors.BlockFailure`.
     """
 
     request: str
@@ -97,9 +111,24 @@ class Entry(msgspec.Struct, array_like=True):
     where: str = ""
     error: bytes = b""
     final: bool = False
+    segment: int = -1
+    offset: int = 0
+    nbytes: int = 0
+
+
+class SegmentOpened(msgspec.Struct, array_like=True, frozen=True):
+    """A new segment of shared memory: its number, the file to map, and how many pages it has."""
+
+    number: int
+    path: str
+    pages: int
 
 
 class Post(msgspec.Struct, array_like=True):
-    """One step's entries, of every traced request that ran in it."""
+    """One step's entries, of every traced request that ran in it; a first one without any says that the way is open.
+
+    ``opened`` are the segments that its entries, or later ones, are in.
+    """
 
     entries: list[Entry]
+    opened: list[SegmentOpened] = []

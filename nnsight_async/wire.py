@@ -1,20 +1,36 @@
-"""How values cross a process: pickled, with the bytes of tensors beside the pickle in one slab a step.
+"""How saved values cross to the client: MessagePack, with the bytes of tensors beside it.
 
-A tensor in a value becomes a reference into the slab (offset, type, shape), so its bytes are copied once into the slab
-and once out of it, and never through the pickle. Modules of the model travel as their paths.
+An entry's changes are one MessagePack map. Numbers, strings, lists and dicts are themselves. A tensor is an extension
+that says where its bytes are in the entry's block of tensor bytes, and of what type and shape it is, so its bytes are
+copied once, off the device or out of the block's memory, and are never pickled. Anything else (a tuple, an array, an
+object of the user's) is an extension that holds a pickle; tensors in it are beside the message too, and modules of the
+model travel as their paths.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import cloudpickle
+import msgspec
 import torch
+from msgspec.msgpack import Ext
 
-_ALIGN: Final = 64  # bytes: what the widest vector load wants, and a multiple of every element's size
+from nnsight_async.changes import Change, Grow, Merge, Set
+
+#: Bytes: what the widest vector load wants, and a multiple of every element's size.
+ALIGN: Final = 64
+
+_TENSOR: Final = 1
+_PICKLE: Final = 2
+_PLACE: Final = struct.Struct("<QBB")  # offset in bytes, type, number of dimensions; the dimensions follow
+_DTYPES: Final = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+_CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_INT64: Final = range(-(1 << 63), 1 << 63)
 
 #: Maps an object to what travels in its place, or None where the object itself travels.
 Reference = Callable[[object], "tuple[Any, ...] | None"]
@@ -22,71 +38,155 @@ Reference = Callable[[object], "tuple[Any, ...] | None"]
 Resolve = Callable[["tuple[Any, ...]"], object]
 
 
-class SlabWriter:
-    """Gathers the tensors of one step's post, in order, at aligned offsets."""
+class Tensors(Protocol):
+    """Where a writer puts the bytes of tensors."""
 
-    def __init__(self) -> None:
-        self._tensors: list[tuple[int, torch.Tensor]] = []
-        self._size = 0
-
-    def add(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Take a tensor in; returns its reference: ``("tensor", offset, dtype, shape)``, the offset in bytes."""
-        offset = self._size
-        self._tensors.append((offset, tensor))
-        nbytes = tensor.numel() * tensor.element_size()
-        self._size = offset + -(-nbytes // _ALIGN) * _ALIGN
-        return ("tensor", offset, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-    def finish(self) -> memoryview:
-        """All tensors' bytes as one buffer on the host."""
-        slab = torch.empty(self._size, dtype=torch.uint8)
-        for offset, tensor in self._tensors:
-            nbytes = tensor.numel() * tensor.element_size()
-            if nbytes:
-                slab[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        return slab.numpy().data
+    def add(self, tensor: torch.Tensor) -> tuple[int, torch.dtype]:
+        """Take a tensor in; returns its offset in the entry's bytes, and the type it will have there."""
 
 
-def dumps(value: Any, slab: SlabWriter, reference: Reference) -> bytes:
-    """Pickle ``value``, its tensors into ``slab``."""
-    out = io.BytesIO()
-    _Pickler(out, slab, reference).dump(value)
-    return out.getvalue()
+def dumps(changes: dict[str, Change], tensors: Tensors, reference: Reference) -> bytes:
+    """The changes as MessagePack, their tensors put into ``tensors``."""
+    packer = _Packer(tensors, reference)
+    return _ENCODER.encode({name: packer.change(change) for name, change in changes.items()})
 
 
-def loads(data: bytes, slab: memoryview, resolve: Resolve) -> Any:
-    """The value that :func:`dumps` pickled; its tensors are copies of their bytes in ``slab``, on the host."""
-    return _Unpickler(io.BytesIO(data), slab, resolve).load()
+class _Packer:
+    """Makes values into what MessagePack has, once for an entry."""
 
-
-class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: io.BytesIO, slab: SlabWriter, reference: Reference) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._slab = slab
+    def __init__(self, tensors: Tensors, reference: Reference) -> None:
+        self._tensors = tensors
         self._reference = reference
+        self._known: dict[int, Ext] = {}  # a tensor saved twice is sent once; all of them outlive the packer
+
+    def change(self, change: Change) -> Change:
+        match change:
+            case Set(value):
+                return Set(self.value(value))
+            case Grow(items, tail):
+                return Grow({i: self.change(item) for i, item in items.items()}, [self.value(v) for v in tail])
+            case Merge(entries):
+                return Merge([(self.value(key), self.change(item)) for key, item in entries])
+
+    def value(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            # Other subclasses, and sparse, quantised and nested tensors, know how to pickle themselves.
+            if value.layout is torch.strided and not value.is_quantized and not value.is_nested:
+                return self.tensor(value)
+        elif kind is float or kind is bool or value is None or kind is bytes:
+            return value
+        elif kind is int:
+            if value in _INT64:
+                return value
+        elif kind is str:
+            if value.isascii() or _is_unicode(value):
+                return value
+        elif kind is list:
+            return [self.value(item) for item in value]
+        elif kind is dict and all(type(key) is str and _is_unicode(key) for key in value):
+            return {key: self.value(item) for key, item in value.items()}
+        return Ext(_PICKLE, self._pickle(value))
+
+    def tensor(self, tensor: torch.Tensor) -> Ext:
+        known = self._known.get(id(tensor))
+        if known is None:
+            offset, dtype = self._tensors.add(tensor)
+            shape = tensor.shape
+            place = _PLACE.pack(offset, _CODES[dtype], len(shape)) + struct.pack(f"<{len(shape)}q", *shape)
+            known = self._known[id(tensor)] = Ext(_TENSOR, place)
+        return known
+
+    def _pickle(self, value: Any) -> bytes:
+        out = io.BytesIO()
+        _Pickler(out, self).dump(value)
+        return out.getvalue()
 
     def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
-        # Parameters travel as plain tensors; other subclasses, and sparse, quantised and nested tensors, know how to
-        # pickle themselves.
         if type(obj) in (torch.Tensor, torch.nn.Parameter):
-            assert isinstance(obj, torch.Tensor)
-            if obj.layout is torch.strided and not obj.is_quantized and not obj.is_nested:
-                return self._slab.add(obj.detach())
+            packed = self.value(obj)
+            return ("tensor", packed.data) if packed.code == _TENSOR else None
         return self._reference(obj)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, slab: memoryview, resolve: Resolve) -> None:
-        super().__init__(file)
-        self._slab = slab
+def _is_unicode(text: str) -> bool:
+    """Whether a string can be UTF-8: one with a lone surrogate cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO, packer: _Packer) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._packer = packer
+
+    def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
+        return self._packer.persistent_id(obj)
+
+
+class Loader:
+    """Puts entries' changes together again, on one thread.
+
+    ``resolve`` finds what references stand for; ``device`` is where tensors are put, as they are on the host by None.
+    """
+
+    def __init__(self, resolve: Resolve, device: torch.device | None = None) -> None:
         self._resolve = resolve
+        self._device = device
+        self._bytes: Any = None
+        self._known: dict[bytes, torch.Tensor] = {}
+        self._decoder = msgspec.msgpack.Decoder(dict[str, Change], ext_hook=self._extension)
+
+    def load(self, data: bytes, tensor_bytes: Any) -> dict[str, Change]:
+        """The changes that :func:`dumps` packed.
+
+        ``tensor_bytes`` is a buffer that holds the bytes of the entry's tensors, and writable. Tensors are views of it
+        and keep it alive.
+        """
+        self._bytes = tensor_bytes
+        try:
+            return self._decoder.decode(data)
+        finally:
+            self._bytes = None
+            self._known.clear()
+
+    def _extension(self, code: int, data: memoryview) -> object:
+        if code == _TENSOR:
+            return self._tensor(bytes(data))
+        return _Unpickler(io.BytesIO(data), self).load()
+
+    def _tensor(self, place: bytes) -> torch.Tensor:
+        known = self._known.get(place)
+        if known is None:
+            offset, code, dims = _PLACE.unpack_from(place)
+            shape, dtype = struct.unpack_from(f"<{dims}q", place, _PLACE.size), _DTYPES[code]
+            count = 1
+            for size in shape:
+                count *= size
+            if count:
+                known = torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=offset).view(shape)
+            else:
+                known = torch.empty(shape, dtype=dtype)
+            if self._device is not None:
+                known = known.to(self._device)
+            self._known[place] = known
+        return known
+
+    def persistent(self, pid: tuple[Any, ...]) -> object:
+        """What a pickle's persistent id stands for."""
+        return self._tensor(pid[1]) if pid[0] == "tensor" else self._resolve(pid)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, loader: Loader) -> None:
+        super().__init__(file)
+        self._loader = loader
 
     def persistent_load(self, pid: tuple[Any, ...]) -> object:
-        if pid[0] != "tensor":
-            return self._resolve(pid)
-        _, offset, name, shape = pid
-        tensor = torch.empty(shape, dtype=getattr(torch, name))
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes:
-            tensor.view(-1).view(torch.uint8).numpy().data[:] = self._slab[offset : offset + nbytes]
-        return tensor
+        return self._loader.persistent(pid)
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import threading
 import uuid
 import weakref
-from collections.abc import Coroutine
+from collections import OrderedDict
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,14 +20,18 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from nnsight_async.client.invoke import Invoke
+from nnsight_async.client.ledger import Ledger
 from nnsight_async.client.loop import LoopThread
 from nnsight_async.client.mailbox import Mailbox
 from nnsight_async.engine.arguments import set_worker_settings
-from nnsight_async.engine.start import Sink, render_prompt, start_engine, stop_engine
-from nnsight_async.errors import ClosedError, EngineError, NnsightAsyncError
-from nnsight_async.protocol import WorkerSettings
+from nnsight_async.engine.start import Sink, render_prompt, settle, start_engine, stop_engine
+from nnsight_async.errors import ArgumentError, ClosedError, EngineError, NnsightAsyncError
+from nnsight_async.protocol import KNOWN_PROGRAMS, Message, WorkerSettings
+from nnsight_async.tracing import Program
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -38,7 +45,7 @@ def _close_all() -> None:
 class Connection:
     """One engine on one background event loop. What is not said to be for any thread runs on that loop."""
 
-    def __init__(self, config: VllmConfig, *, log_stats: bool) -> None:
+    def __init__(self, config: VllmConfig, *, log_stats: bool, mailbox_bytes: int) -> None:
         self.loop = LoopThread("nnsight-async-engine")
         self._config = config
         self._log_stats = log_stats
@@ -47,9 +54,13 @@ class Connection:
         self._sinks: dict[str, Sink] = {}
         self._mailbox: Mailbox | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._calls: set[asyncio.Task[Any]] = set()  # to the worker, that nobody waits for
         self._failure: NnsightAsyncError | None = None
         self._closed = False
         self._closing = threading.Lock()
+        self.ledger = Ledger(mailbox_bytes)
+        self._programs: OrderedDict[str, None] = OrderedDict()  # those that the worker has, the least used first
+        self._trimming = False
         _open.add(self)
 
     @property
@@ -81,7 +92,7 @@ class Connection:
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
-        self._mailbox = Mailbox()
+        self._mailbox = Mailbox(self.ledger, self._memory_is_idle)
         set_worker_settings(self._config, msgspec.to_builtins(WorkerSettings(self._mailbox.address)))
         try:
             self._engine, self._sinks = start_engine(self._config, log_stats=self._log_stats)
@@ -106,6 +117,8 @@ class Connection:
         self._sinks[request_id] = invoke
         try:
             prompt = await render_prompt(self.engine, invoke.prompt)
+            if invoke.program is not None:
+                await self._send_program(invoke.program)
             collector = await self.engine.add_request(request_id, prompt, invoke.params)
         finally:
             del self._sinks[request_id]
@@ -128,6 +141,63 @@ class Connection:
     async def send_result(self, worker_id: str, result: bytes | None) -> None:
         """Hand a finished request's RequestOutput to its block, or None to have the block freed without."""
         await self.engine.collective_rpc("nnsight_async_result", args=(worker_id, result))
+
+    async def send_message(self, worker_ids: Sequence[str], message: Message) -> dict[str, int]:
+        """Send a message to running requests; the step from which it holds in each, -1 for one that is over.
+
+        Raises:
+            ArgumentError: the worker could not take it.
+        """
+        if not worker_ids:
+            return {}
+        args = (list(worker_ids), msgspec.msgpack.encode(message))
+        steps = (await self.engine.collective_rpc("nnsight_async_message", args=args))[0]
+        if isinstance(steps, str):
+            raise ArgumentError(f"the message could not be taken: {steps}")
+        await settle(self.engine)  # a request whose last output has come by now is over
+        return dict(zip(worker_ids, steps, strict=True))
+
+    async def _send_program(self, program: Program) -> None:
+        """Send a program ahead of the first request that needs it; the engine takes both in order."""
+        if program.digest in self._programs:
+            self._programs.move_to_end(program.digest)
+            return
+        self._programs[program.digest] = None
+        if len(self._programs) > KNOWN_PROGRAMS:
+            self._programs.popitem(last=False)
+        encoded = msgspec.msgpack.encode(program)
+        call = self.engine.collective_rpc("nnsight_async_program", args=(program.digest, encoded))
+        task = asyncio.get_running_loop().create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(partial(self._program_sent, program.digest))
+        await asyncio.sleep(0)  # the call is on its way once its task has run; its answer need not be waited for
+
+    def _program_sent(self, digest: str, task: asyncio.Task[Any]) -> None:
+        self._calls.discard(task)
+        if task.cancelled() or task.exception() is not None:  # whoever needs it hears of that from the worker
+            self._programs.pop(digest, None)
+
+    def _memory_is_idle(self) -> None:
+        """Have the worker give back shared memory that nothing needs; from any thread."""
+        if not self._trimming and not self._closed:
+            self._trimming = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self.loop.loop.call_soon_threadsafe(self._start_trim)
+
+    def _start_trim(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._trim())
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _trim(self) -> None:
+        try:
+            if self._engine is not None:
+                closed = await self._engine.collective_rpc("nnsight_async_trim")
+                self.mailbox.segments.drop(closed[0])
+        except Exception:  # the engine may be the one that died
+            logger.debug("shared memory could not be given back", exc_info=True)
+        finally:
+            self._trimming = False
 
     async def worker_live(self) -> int:
         """How many blocks the worker holds; none before the engine runs."""
@@ -192,7 +262,7 @@ class Connection:
         if self._starting is not None and not self._starting.done():
             with contextlib.suppress(NnsightAsyncError):
                 await asyncio.shield(self._starting)
-        tasks = list(self._tasks)
+        tasks = [*self._tasks, *self._calls]
         for task in tasks:
             task.cancel("the model was closed")
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,7 +13,6 @@ from vllm.sampling_params import RequestOutputKind
 
 from nnsight_async.client.connection import Connection
 from nnsight_async.client.invoke import Invoke
-from nnsight_async.client.output import StepOutput
 from nnsight_async.client.sampling import make_params
 
 
@@ -26,7 +25,7 @@ async def generate(
         NnsightAsyncError: a request failed; the others are aborted.
     """
     params = make_params(settings, output_kind=RequestOutputKind.FINAL_ONLY)
-    invokes = [Invoke(number, prompt, params, None, _ignore) for number, prompt in enumerate(prompts)]
+    invokes = [Invoke(number, prompt, params, None) for number, prompt in enumerate(prompts)]
     columns = (TextColumn("Generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
         done = bar.add_task("", total=len(invokes))
@@ -44,7 +43,3 @@ async def generate(
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
     return [invoke.result for invoke in invokes]
-
-
-def _ignore(output: StepOutput) -> None:
-    """Nobody looks at the steps of an untraced request."""

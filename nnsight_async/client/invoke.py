@@ -20,11 +20,20 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from nnsight_async import changes, wire
+from nnsight_async.client.ledger import Account
 from nnsight_async.client.output import StepOutput
 from nnsight_async.client.stream import CutShort
-from nnsight_async.errors import CaptureError, ClosedError, EngineError, NnsightAsyncError, PromptError
-from nnsight_async.protocol import BlockState, Entry
+from nnsight_async.errors import (
+    CaptureError,
+    ClosedError,
+    EngineError,
+    MailboxFullError,
+    NnsightAsyncError,
+    PromptError,
+)
+from nnsight_async.protocol import STOPPED_BY_TRACER, BlockState, Entry
 from nnsight_async.saving import RESULT
+from nnsight_async.tracing import Program
 
 if TYPE_CHECKING:
     from nnsight_async.client.connection import Connection
@@ -38,13 +47,20 @@ class SequenceState:
     internal_id: str
     step: int = -1
     saves: dict[str, Any] = field(default_factory=dict)
+    new: dict[str, Any] = field(default_factory=dict)
+    unread: int = 0
     state: BlockState | None = None
     where: str = ""
     ended: bool = False
     waiting_outputs: deque[tuple[int, RequestOutput]] = field(default_factory=deque)
-    waiting_entries: dict[int, tuple[Entry, memoryview]] = field(default_factory=dict)
+    waiting_entries: dict[int, tuple[Entry, Any]] = field(default_factory=dict)
     completion: CompletionOutput | None = None
-    final: tuple[Entry, memoryview] | None = None
+    final: tuple[Entry, Any] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether vLLM has finished it, though an entry of its may still be on its way."""
+        return self.completion is not None and self.completion.finish_reason is not None
 
     @property
     def wants_result(self) -> bool:
@@ -52,12 +68,17 @@ class SequenceState:
         return self.state is BlockState.WANTS_RESULT and self.final is None
 
 
+#: Takes in a joined output, and what to call once it is read.
+Emit = Callable[[StepOutput, Callable[[], None]], None]
+
+
 class Invoke:
     """The coroutine that manages one request, and what has come of it.
 
-    ``resolve`` finds what references in saved values stand for; without it the request is not traced, and no entries
-    are waited for. ``emit`` is called on the engine's loop with each joined output, as it comes. ``reads_result`` says
-    that the block may wait for the request's result.
+    ``loader`` puts saved values together; without it the request is not traced, and no entries are waited for. ``emit``
+    is called on the engine's loop with each joined output, as it comes, and with what to call, from any thread, once
+    the output is read. ``reads_result`` says that the block may wait for the request's result; ``live_names`` are the
+    live values that it reads, None if that is not known.
     """
 
     def __init__(
@@ -65,21 +86,26 @@ class Invoke:
         number: int,
         prompt: Any,
         params: SamplingParams,
-        resolve: wire.Resolve | None,
-        emit: Callable[[StepOutput], None],
+        loader: wire.Loader | None,
         *,
+        program: Program | None = None,
         reads_result: bool = False,
+        live_names: frozenset[str] | None = None,
     ) -> None:
         self.number = number
         self.prompt = prompt
         self.params = params
+        self.program = program
+        self.live_names = live_names
         self.error: BaseException | None = None
         self.output: StepOutput | None = None
         self.sequences: dict[int, SequenceState] = {}
         self.cut_short: list[CutShort] = []
         self._by_id: dict[str, SequenceState] = {}
-        self._resolve = resolve
-        self._emit = emit
+        self._loader = loader
+        self.emit: Emit = _no_emit
+        self._account: Account | None = None
+        self._registered = asyncio.Event()
         self._reads_result = reads_result
         self._over = asyncio.Event()
         self._final = asyncio.Event()
@@ -106,6 +132,20 @@ class Invoke:
         finally:
             # A cancel must not keep the engine from hearing of it.
             await asyncio.shield(connection.forget(self))
+            self._close()
+
+    def _close(self) -> None:
+        """Let go of what is only needed while the request runs: the values have to go with their last reader."""
+        self._over.set()
+        self._registered.set()
+        if self._account is not None:
+            self._account.finish()
+        self._loader = None
+        self.emit = _no_emit
+        for sequence in self.sequences.values():
+            sequence.waiting_outputs.clear()
+            sequence.waiting_entries.clear()
+            sequence.new = {}
 
     @property
     def result(self) -> RequestOutput:
@@ -119,6 +159,11 @@ class Invoke:
     def over(self) -> bool:
         """Whether the request has ended."""
         return self._over.is_set()
+
+    async def running_ids(self) -> list[str]:
+        """Wait until the request is submitted; the worker's ids of its sequences that are not over."""
+        await self._registered.wait()
+        return [] if self.over else [s.internal_id for s in self.sequences.values() if not s.finished]
 
     @property
     def internal_id(self) -> str | None:
@@ -155,8 +200,12 @@ class Invoke:
     def registered(self, internal_id: str, index: int) -> None:
         """Learn the worker's id of a sequence."""
         self.sequences[index] = self._by_id[internal_id] = SequenceState(index, internal_id)
-        if self._resolve is not None and self._connection is not None:
+        if self._loader is not None and self._connection is not None:
             self._connection.mailbox.receivers[internal_id] = self
+            if self._account is None:
+                self._account = self._connection.mailbox.ledger.open()
+        if len(self.sequences) == self.params.n:
+            self._registered.set()
 
     def put(self, output: RequestOutput | Exception) -> None:
         """Take in vLLM's output, or the error that ended the engine."""
@@ -168,41 +217,56 @@ class Invoke:
             completion.token_ids = list(completion.token_ids)
             completion.logprobs = copy.copy(completion.logprobs)
             sequence = self.sequences[completion.index]
+            sequence.completion = completion
             sequence.waiting_outputs.append((len(completion.token_ids) - 1, output))
             self._join(sequence)
 
-    def receive(self, entry: Entry, slab: memoryview) -> None:
+    def receive(self, entry: Entry, tensor_bytes: Any) -> None:
         """Take in the worker's entry of a step."""
+        if self.over and not entry.final:
+            return
         sequence = self._by_id[entry.request]
         if entry.final:
-            sequence.final = (entry, slab)
+            sequence.final = (entry, tensor_bytes)
             if not any(s.wants_result for s in self.sequences.values()):
                 self._final.set()
             return
-        sequence.waiting_entries[entry.step] = (entry, slab)
+        assert self._account is not None
+        try:
+            self._account.arrive(_size(entry))
+        except MailboxFullError as error:
+            self._fail(error)
+            return
+        sequence.waiting_entries[entry.step] = (entry, tensor_bytes)
         self._join(sequence)
 
     def _join(self, sequence: SequenceState) -> None:
         while sequence.waiting_outputs and not self._over.is_set():
             step, output = sequence.waiting_outputs[0]
-            if self._resolve is not None and step > sequence.step:
+            if self._loader is not None and step > sequence.step:
                 if step not in sequence.waiting_entries:
                     return
                 for passed in range(sequence.step + 1, step + 1):
-                    self._take(sequence, *sequence.waiting_entries.pop(passed))
+                    entry, tensor_bytes = sequence.waiting_entries.pop(passed)
+                    sequence.unread += _size(entry)
+                    self._take(sequence, entry, tensor_bytes)
+                    del tensor_bytes
                     if self.error is not None:
                         return
             sequence.waiting_outputs.popleft()
             sequence.step = max(step, sequence.step)
             self._output(sequence, step, output)
+            if not sequence.ended:
+                sequence.new = {}
 
-    def _take(self, sequence: SequenceState, entry: Entry, slab: memoryview) -> None:
+    def _take(self, sequence: SequenceState, entry: Entry, tensor_bytes: Any) -> None:
         sequence.state, sequence.where = entry.state, entry.where
-        assert self._resolve is not None
+        assert self._loader is not None
         try:
             if entry.changes:
-                changed = wire.loads(entry.changes, slab, self._resolve)
+                changed = self._loader.load(entry.changes, tensor_bytes)
                 sequence.saves = changes.apply(sequence.saves, changed)
+                sequence.new |= changes.added(sequence.saves, changed)
             if entry.error:
                 self._fail(pickle.loads(entry.error).to_exception(self.number))
         except Exception as error:
@@ -211,9 +275,13 @@ class Invoke:
 
     def _output(self, sequence: SequenceState, step: int, output: RequestOutput) -> None:
         completion = next(c for c in output.outputs if c.index == sequence.index)
-        sequence.completion = completion
         joined = StepOutput.of(
-            output, invoke=self.number, step=step, sequence=sequence.index, saves=_without_result(sequence.saves)
+            output,
+            invoke=self.number,
+            step=step,
+            sequence=sequence.index,
+            saves=_without_result(sequence.saves),
+            new=_without_result(sequence.new),
         )
         if completion.finish_reason is not None:
             sequence.ended = True
@@ -223,7 +291,13 @@ class Invoke:
             self.output = joined  # emitted by _finish, with what is saved at the very end
             self._over.set()
         else:
-            self._emit(joined)
+            self._emit_read(sequence, joined)
+
+    def _emit_read(self, sequence: SequenceState, output: StepOutput) -> None:
+        """Emit an output; what came with it counts as unread until it is read."""
+        account, unread = self._account, sequence.unread
+        sequence.unread = 0
+        self.emit(output, _nothing if account is None else lambda: account.read(unread))
 
     def _fail(self, error: BaseException) -> None:
         self.error = self.error or error
@@ -246,17 +320,20 @@ class Invoke:
             for sequence in waiting:
                 assert sequence.final is not None
                 self._take(sequence, *sequence.final)
+                sequence.final = (sequence.final[0], None)
         for sequence in self.sequences.values():
-            if sequence.state is BlockState.LOOPING:
+            stopped = sequence.completion is not None and sequence.completion.stop_reason == STOPPED_BY_TRACER
+            if sequence.state is BlockState.LOOPING and not stopped:  # else its end is what somebody asked for
                 self.cut_short.append(CutShort(sequence.where))
             sequence.saves = {name: _with_result(value, result) for name, value in sequence.saves.items()}
         last = self.sequences[self.output.sequence]
         self.output.saves = last.saves
+        self.output.new = {name: _with_result(value, result) for name, value in last.new.items()}
         if self.error is not None:
             return
         if self.params.n > 1:
             self.output.outputs = result.outputs
-        self._emit(self.output)
+        self._emit_read(last, self.output)
 
     def _assemble(self, last: RequestOutput) -> RequestOutput:
         """The request's own RequestOutput, with the completions of all its sequences."""
@@ -265,6 +342,19 @@ class Invoke:
         completions = [s.completion for _, s in sorted(self.sequences.items())]
         result.outputs = [completion for completion in completions if completion is not None]
         return result
+
+
+def _size(entry: Entry) -> int:
+    """Bytes that an entry takes while it waits to be read."""
+    return entry.nbytes + len(entry.changes)
+
+
+def _nothing() -> None:
+    """An output without saved values is nothing to be read."""
+
+
+def _no_emit(output: StepOutput, read: Callable[[], None]) -> None:
+    """Nobody looks at the steps of an untraced request, and one that is over has none."""
 
 
 def _with_result(value: Any, result: RequestOutput) -> Any:

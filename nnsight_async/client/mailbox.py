@@ -6,30 +6,37 @@ import asyncio
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from nnsight_async.client.ledger import Ledger
+from nnsight_async.client.segments import Segments
 from nnsight_async.protocol import Entry, Post
 
 
 class Receiver(Protocol):
     """Takes in one request's entries."""
 
-    def receive(self, entry: Entry, slab: memoryview) -> None:
-        """Take in an entry; ``slab`` holds its tensors' bytes."""
+    def receive(self, entry: Entry, tensor_bytes: Any) -> None:
+        """Take in an entry; ``tensor_bytes`` is the buffer of its tensors, None if it has none."""
 
 
 class Mailbox:
-    """Receives posts on the engine's event loop and hands each entry to its request's receiver."""
+    """Receives posts on the engine's event loop and hands each entry to its request's receiver.
 
-    def __init__(self) -> None:
-        # A socket file of its own folder: nobody else's process can connect.
-        self._folder = tempfile.TemporaryDirectory(prefix="nnsight-async-")
+    ``idle`` is called, from any thread, when the worker should be asked to free memory (:meth:`Segments`).
+    """
+
+    def __init__(self, ledger: Ledger, idle: Callable[[], None]) -> None:
+        # A socket file of its own folder: nobody else's process can connect. It goes once the worker has.
+        self._folder: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(prefix="nnsight-async-")
         self.address = f"ipc://{Path(self._folder.name) / 'mailbox'}"
         self.receivers: dict[str, Receiver] = {}
+        self.segments = Segments(idle)
+        self.ledger = ledger
         self._decoder = msgspec.msgpack.Decoder(Post)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
@@ -52,11 +59,27 @@ class Mailbox:
         while True:  # no variable here: it would hold the last post and its request until the next one comes
             self._deliver(*await self._socket.recv_multipart(copy=False))
 
-    def _deliver(self, header: zmq.Frame, slab: zmq.Frame) -> None:
-        for entry in self._decoder.decode(header.buffer).entries:
+    def _deliver(self, header: zmq.Frame, inline: zmq.Frame) -> None:
+        post = self._decoder.decode(header.buffer)
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+        for opened in post.opened:
+            self.segments.open(opened)
+        for entry in post.entries:
             receiver = self.receivers.get(entry.request)
-            if receiver is not None:  # else it is over, or its caller has gone away
-                receiver.receive(entry, slab.buffer)
+            # Taken in any case, so that its pages are given back: it may be over, or its caller gone away.
+            tensor_bytes = self._tensor_bytes(entry, inline)
+            if receiver is not None:
+                receiver.receive(entry, tensor_bytes)
+            del tensor_bytes
+
+    def _tensor_bytes(self, entry: Entry, inline: zmq.Frame) -> Any:
+        if not entry.nbytes:
+            return None
+        if entry.segment < 0:
+            return bytearray(inline.buffer[entry.offset : entry.offset + entry.nbytes])
+        return self.segments.take(entry)
 
     def close(self) -> None:
         """Stop receiving and remove the socket; call it on the loop that started it."""
@@ -64,4 +87,5 @@ class Mailbox:
             self._task.cancel()
         self._socket.close(linger=0)
         self._context.term()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()

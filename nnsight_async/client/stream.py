@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 import warnings
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Protocol, Self, SupportsIndex
 
 from nnsight_async.client.output import StepOutput
-from nnsight_async.errors import ArgumentError, LoopCutShortWarning
+from nnsight_async.errors import ArgumentError, LoopCutShortWarning, RequestOverError
+from nnsight_async.protocol import EditLogits, ForceSamples, Message, SetLive, Stop
 
 
 @dataclass
@@ -42,40 +44,66 @@ class CutShort:
         )
 
 
+#: What a stream holds: an output with what to call once it is read, the error of an invoke, or a warning about one.
+Item = tuple[StepOutput, Callable[[], None]] | BaseException | CutShort
+
+
+class Control(Protocol):
+    """What a stream asks of its trace, on the caller's loop."""
+
+    async def close(self) -> None:
+        """Abort the requests that are still running and free everything of them."""
+
+    async def send(self, message: Message, invoke: int | None) -> int | list[int | None]:
+        """Send a message to one invoke, or to all of them."""
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without special tokens."""
+
+    def pack(self, values: Mapping[str, Any]) -> bytes:
+        """Values as they travel to the worker."""
+
+
 class Stream:
-    """The outputs of all invokes of one trace, in the order in which they come.
+    """The outputs of all invokes of one trace, in the order in which they come, and the way to act on them.
 
     * ``async for output in stream`` yields one :class:`StepOutput` for each step of each invoke. An invoke's error is
       raised where its next output would have been; iterating on goes on with the other invokes.
     * ``await stream`` takes out all that is left and returns the last output.
     * ``async with stream`` closes it at the end, whatever happens: the requests still running are aborted and freed.
+    * :meth:`stop`, :meth:`force`, :meth:`edit_logits` and :meth:`set` act on the running requests.
 
-    One consumer at a time. The engine's loop puts in, the caller's loop takes out.
+    One consumer at a time, on one event loop; messages can be sent by any task of it meanwhile.
     """
 
-    def __init__(self, invokes: int, close: Callable[[], Awaitable[None]]) -> None:
-        self._items: deque[StepOutput | BaseException | CutShort] = deque()
+    def __init__(self, invokes: int, control: Control) -> None:
+        self._items: deque[Item] = deque()
         self._lock = threading.Lock()
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._running = invokes
-        self._close = close
+        self._control: Control | None = control
         self._last: StepOutput | None = None
         self._closed = False
 
     # On the engine's loop.
 
-    def put(self, item: StepOutput | BaseException | CutShort) -> None:
+    def put(self, item: Item) -> None:
         """Add an output, the error of an invoke, or a warning about one."""
         with self._lock:
             if not self._closed:
                 self._items.append(item)
                 self._wake()
+                return
+        if isinstance(item, tuple):
+            item[1]()
 
     def ended(self) -> None:
         """Count one invoke as over."""
         with self._lock:
             self._running -= 1
             self._wake()
+        if not self._running:
+            self._control = None  # it refers back to the stream: what was saved is to go with its last reader
 
     def _wake(self) -> None:
         if self._waiter is not None:
@@ -84,7 +112,7 @@ class Stream:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
 
-    # On the caller's loop.
+    # On the caller's loop: taking out.
 
     def __aiter__(self) -> Self:
         return self
@@ -92,15 +120,19 @@ class Stream:
     async def __anext__(self) -> StepOutput:
         while True:
             item = await self._next()
+            if isinstance(item, tuple):
+                self._last, read = item
+                read()
+                return self._last
             if isinstance(item, CutShort):
                 item.emit()
-            elif isinstance(item, BaseException):
+                continue
+            try:
                 raise item
-            else:
-                self._last = item
-                return item
+            finally:
+                del item  # or the error would refer to itself through this frame
 
-    async def _next(self) -> StepOutput | BaseException | CutShort:
+    async def _next(self) -> Item:
         while True:
             with self._lock:
                 if self._items:
@@ -131,9 +163,15 @@ class Stream:
     async def aclose(self) -> None:
         """Abort the requests that are still running and drop what has not been taken out."""
         self._closed = True
-        await self._close()
-        with self._lock:
-            self._items.clear()
+        try:
+            if self._control is not None:
+                await self._control.close()
+        finally:
+            with self._lock:
+                items, self._items = self._items, deque()
+            for item in items:
+                if isinstance(item, tuple):
+                    item[1]()
 
     async def __aenter__(self) -> Self:
         return self
@@ -142,3 +180,98 @@ class Stream:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.aclose()
+
+    # On the caller's loop: acting on the running requests.
+
+    async def stop(self, *, invoke: int | None = None) -> int | list[int | None]:
+        """End the requests, with ``finish_reason`` "stop" and ``stop_reason`` "tracer.stop".
+
+        A request whose next step is on its way to the device makes that step, which is its last. A block that is in a
+        loop over steps leaves it, as at ``tracer.stop()``.
+
+        Args:
+            invoke: the one invoke that is meant, counted from 0; all of them by default.
+
+        Returns:
+            The step from which the message holds, here the last step; where several invokes are meant, a list of these,
+            None for those that are over already.
+
+        Raises:
+            RequestOverError: it is over, or all of them are.
+        """
+        return await self._send(Stop(), invoke)
+
+    async def force(self, tokens: int | str | Sequence[int], *, invoke: int | None = None) -> int | list[int | None]:
+        """Have the next sampled tokens be these, in order.
+
+        They are as if drawn: the model goes on from them, and logprobs are theirs. What is forced while earlier tokens
+        are still to come is appended to them.
+
+        Args:
+            tokens: a token id, a list of them, or a text, which the model's tokenizer turns into ids.
+            invoke: as for :meth:`stop`.
+
+        Returns:
+            As :meth:`stop`: the step at which the first of them is drawn, unless earlier ones are still to come.
+
+        Raises:
+            RequestOverError: it is over, or all of them are.
+            ArgumentError: an id is outside the vocabulary.
+        """
+        if isinstance(tokens, str):
+            ids = self._running_control().encode(tokens)
+        else:
+            ids = [operator.index(token) for token in ([tokens] if isinstance(tokens, SupportsIndex) else tokens)]
+        return await self._send(ForceSamples(ids), invoke)
+
+    async def edit_logits(
+        self, bias: Mapping[int, float] | None, *, invoke: int | None = None
+    ) -> int | list[int | None]:
+        """Add numbers to the logits of some tokens, at every step until this is called again.
+
+        Args:
+            bias: what is added, by token id; ``-inf`` bans a token. It replaces an earlier one whole; None clears.
+            invoke: as for :meth:`stop`.
+
+        Returns:
+            As :meth:`stop`.
+
+        Raises:
+            RequestOverError: it is over, or all of them are.
+            ArgumentError: an id is outside the vocabulary.
+        """
+        numbers = {operator.index(token): float(value) for token, value in (bias or {}).items()}
+        return await self._send(EditLogits(numbers), invoke)
+
+    async def set(
+        self, values: Mapping[str, Any] | None = None, /, *, invoke: int | None = None, **named: Any
+    ) -> int | list[int | None]:
+        """Have ``tracer.live(name, default)`` return these values in the block from now on.
+
+        Args:
+            values: values by name, for names that are no keywords; the others are given as keywords.
+            invoke: as for :meth:`stop`.
+            named: numbers, strings, tensors and small containers of them. Tensors arrive on the model's device.
+
+        Returns:
+            As :meth:`stop`. All that is set in one call holds from the same step.
+
+        Raises:
+            RequestOverError: it is over, or all of them are.
+            ArgumentError: the block reads no such name.
+            CaptureError: a value cannot be sent.
+        """
+        control = self._running_control()
+        return await self._send(SetLive(control.pack({**(values or {}), **named})), invoke)
+
+    async def _send(self, message: Message, invoke: int | None) -> int | list[int | None]:
+        return await self._running_control().send(message, invoke)
+
+    def _running_control(self) -> Control:
+        if self._control is None or self._closed:
+            raise RequestOverError(OVER)
+        return self._control
+
+
+#: What is said to a message that comes too late.
+OVER: Final = "the request is over: there is nothing left that the message could act on"

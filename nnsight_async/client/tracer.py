@@ -12,9 +12,11 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import msgspec
+import torch
 
+from nnsight_async import wire
 from nnsight_async.client.invoke import Invoke
-from nnsight_async.client.output import StepOutput
+from nnsight_async.client.run import Run
 from nnsight_async.client.sampling import check_settings, make_params, make_prompt
 from nnsight_async.client.stream import Stream
 from nnsight_async.errors import (
@@ -27,7 +29,7 @@ from nnsight_async.errors import (
 )
 from nnsight_async.protocol import EXTRA_ARG, Traced
 from nnsight_async.saving import RESULT
-from nnsight_async.tracing import BodySkip, collect, dumps, find_block, make_program, write_back
+from nnsight_async.tracing import BodySkip, Program, collect, dumps, find_block, live_names, make_program, write_back
 from nnsight_async.tree import ModuleRef
 
 if TYPE_CHECKING:
@@ -51,11 +53,14 @@ class _Block:
         """Whether the body was skipped (or was empty), and not left by an exception of its own."""
         return self._skip.disarm(exc_type, exc) or exc is None
 
-    def message(self, tracer: Tracer) -> bytes:
-        """The block as it travels, with the values it reads as they are now."""
-        program = self._program
-        values = dumps(collect(self._frame, program.reads), tracer._reference, where=self._source.where)
-        return msgspec.msgpack.encode(Traced(msgspec.msgpack.encode(program), program.digest, values))
+    @property
+    def program(self) -> Program:
+        """The block's program."""
+        return self._program
+
+    def values(self, tracer: Tracer) -> bytes:
+        """The values that the block reads, as they are now and as they travel."""
+        return dumps(collect(self._frame, self._program.reads), tracer._reference, where=self._source.where)
 
 
 class Tracer:
@@ -74,17 +79,25 @@ class Tracer:
     form goes on at once, and :attr:`backend` streams; ``async with`` waits at its end and writes back as well.
     """
 
-    def __init__(self, model: VLLM, prompt: Any, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: VLLM,
+        prompt: Any,
+        settings: Mapping[str, Any],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
         self._model = model
+        self._dtype = _dtype_name(dtype)
+        self._loader: wire.Loader | None = wire.Loader(self._resolve, _checked_device(device))
         self._settings = check_settings(settings)
         make_params(self._settings)  # a bad value is told here, not after the block
         self._prompt = None if prompt is None else make_prompt(prompt)
         self._frame: FrameType | None = None
         self._block: _Block | None = None
         self._invokes: list[Invoke] = []
-        self._stream: Stream | None = None
-        self._done: Future[None] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._run: Run | None = None
         self._entered = False
         self._travelled = False
 
@@ -99,10 +112,9 @@ class Tracer:
     ) -> bool:
         if not self._leave(exc_type, exc):
             return False
-        self._submit()
+        run = self._submit(streamed=self._model.mode == "async")
         if self._model.mode == "sync":
-            assert self._done is not None
-            self._wait_here(self._done)
+            self._wait_here(run.done)
             self._finish()
         self._frame = None
         return True
@@ -123,14 +135,13 @@ class Tracer:
     ) -> bool:
         if not self._leave(exc_type, exc):
             return False
-        self._submit()
-        assert self._done is not None
+        run = self._submit(streamed=False)
         try:
-            await asyncio.shield(asyncio.wrap_future(self._done))
+            await asyncio.shield(asyncio.wrap_future(run.done))
         except asyncio.CancelledError:
-            if self._done.cancelled():
+            if run.done.cancelled():
                 raise ClosedError("the model was closed while the trace was running") from None
-            await self._close()
+            await run.close()
             raise
         self._finish()
         self._frame = None
@@ -176,53 +187,34 @@ class Tracer:
             raise ArgumentError(
                 "this trace has a prompt, so its body is a block: open invokes in `with model.trace() as tracer:`"
             )
-        if not self._entered or self._stream is not None:
+        if not self._entered or self._run is not None:
             raise ArgumentError("tracer.invoke is opened inside `with model.trace() as tracer:`")
         return InvokeContext(self, make_prompt(prompt), {**self._settings, **check_settings(settings)})
 
     def _add(self, prompt: Any, settings: Mapping[str, Any], block: _Block) -> None:
         self._travelled = False  # set when a reference to the tracer is made, with which a block can read the result
-        params = make_params(settings, {EXTRA_ARG: block.message(self)})
+        assert self._loader is not None
+        program = block.program
+        traced = Traced(program.digest, block.values(self), self._dtype)
+        params = make_params(settings, {EXTRA_ARG: msgspec.msgpack.encode(traced)})
         # Salted, so that what an edited request leaves in the prefix cache is found by nobody.
         salted = {**prompt, "cache_salt": uuid.uuid4().hex}
-        number, reads_result = len(self._invokes), self._travelled
-        self._invokes.append(Invoke(number, salted, params, self._resolve, self._emit, reads_result=reads_result))
+        number = len(self._invokes)
+        # A block that the tracer has not travelled with cannot ask for a live value.
+        names = live_names(program.wrapped) if self._travelled else frozenset[str]()
+        invoke = Invoke(
+            number, salted, params, self._loader, program=program, reads_result=self._travelled, live_names=names
+        )
+        self._invokes.append(invoke)
 
-    def _submit(self) -> None:
+    def _submit(self, *, streamed: bool) -> Run:
         if not self._invokes:
             raise ArgumentError(
                 "the trace has no prompt: write model.trace(prompt), or open `with tracer.invoke(prompt):` in it"
             )
-        self._stream = Stream(len(self._invokes), self._close)
-        self._done = self._model._connection.start(self._run())
-
-    # On the engine's loop.
-
-    async def _run(self) -> None:
-        self._task = asyncio.current_task()
-        await asyncio.gather(*(self._run_invoke(invoke) for invoke in self._invokes))
-
-    async def _abort(self) -> None:
-        """Cancel the invokes that are still running, and wait until everything of them is freed."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run_invoke(self, invoke: Invoke) -> None:
-        assert self._stream is not None
-        try:
-            await invoke.run(self._model._connection)
-        finally:
-            if invoke.error is not None:
-                self._stream.put(invoke.error)
-            for loop in invoke.cut_short:
-                self._stream.put(loop)
-            self._stream.ended()
-
-    def _emit(self, output: StepOutput) -> None:
-        if self._model.mode == "async":
-            assert self._stream is not None
-            self._stream.put(output)
+        self._run = Run(self._model, self._invokes, self._reference, streamed=streamed)
+        self._loader = None  # the invokes have it; it refers back, and what was saved is to go with its last reader
+        return self._run
 
     # After the block.
 
@@ -239,9 +231,9 @@ class Tracer:
                 'tracer.backend streams in the async form: VLLM(..., mode="async"); in the sync form the saved names '
                 "hold their values after the block"
             )
-        if self._stream is None:
+        if self._run is None:
             raise OutsideBlockError("tracer.backend is there once the block has been left")
-        return self._stream
+        return self._run.stream
 
     def _wait_here(self, done: Future[None]) -> None:
         try:
@@ -251,12 +243,6 @@ class Tracer:
         except BaseException:  # an interrupt: the requests are of no more use
             done.cancel()
             raise
-
-    async def _close(self) -> None:
-        """Close the trace, from the caller's loop; a caller that is cancelled meanwhile does not undo it."""
-        assert self._done is not None
-        if not self._done.done():
-            await asyncio.shield(self._model._connection.wait(self._abort()))
 
     def _finish(self) -> None:
         """Write the saved names back, tell of loops that were cut short, and raise the first error there was."""
@@ -317,6 +303,13 @@ class Tracer:
         """In a block: vLLM's ``RequestOutput`` of the finished request."""
         raise OutsideBlockError("tracer.result has a meaning only in a block: save it there")
 
+    def live(self, name: str, default: Any = None) -> NoReturn:
+        """In a block: the value that the caller has last set with ``stream.set(name=value)``, else ``default``.
+
+        It changes between steps only.
+        """
+        raise OutsideBlockError("tracer.live() has a meaning only in a block; set its value with tracer.backend.set()")
+
     def barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: invokes are requests of their own and never share a forward pass for certain.
 
@@ -328,6 +321,27 @@ class Tracer:
     def stop(self) -> NoReturn:
         """In a block: end the request at this step and leave the block."""
         raise OutsideBlockError("tracer.stop() has a meaning only in a block")
+
+
+def _checked_device(device: torch.device | str | None) -> torch.device | None:
+    try:
+        return None if device is None or torch.device(device).type == "cpu" else torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f"device={device!r} is no device: {error}") from error
+
+
+def _dtype_name(dtype: torch.dtype | str | None) -> str:
+    """The name of a type that tensors can be sent in; empty for their own.
+
+    Raises:
+        ArgumentError: it is no floating-point type of torch's.
+    """
+    if dtype is None:
+        return ""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ArgumentError(f"dtype={dtype!r} is no floating-point type of torch's (torch.float32, 'bfloat16', ...)")
+    return str(found).removeprefix("torch.")
 
 
 class InvokeContext:

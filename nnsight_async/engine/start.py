@@ -99,6 +99,14 @@ async def stop_engine(engine: AsyncLLM) -> None:
     engine.shutdown(timeout=_PATIENCE)
 
 
+async def settle(engine: AsyncLLM) -> None:
+    """Have the outputs that have come from the engine so far put into their sinks."""
+    outputs = getattr(engine.engine_core, "outputs_queue", None)
+    while outputs is not None and not outputs.empty():
+        await asyncio.sleep(0)  # noqa: ASYNC110  # a queue of vLLM's, which tells nobody when it is empty
+    await asyncio.sleep(0)  # the loop that takes them out may hold one
+
+
 async def render_prompt(engine: AsyncLLM, prompt: Mapping[str, Any]) -> Any:
     """A prompt dict as the engine takes it in: tokenized, and checked against the model's length and vocabulary."""
     parsed = parse_model_prompt(engine.model_config, prompt)

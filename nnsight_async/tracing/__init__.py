@@ -7,6 +7,7 @@ caller's frame.
 """
 
 from nnsight_async.tracing.binding import collect, dumps, loads
+from nnsight_async.tracing.live import live_names
 from nnsight_async.tracing.program import CompiledProgram, Program, compile_program, make_program, source_line
 from nnsight_async.tracing.skip import BodySkip
 from nnsight_async.tracing.source import BlockSource, find_block
@@ -21,6 +22,7 @@ __all__ = [
     "compile_program",
     "dumps",
     "find_block",
+    "live_names",
     "loads",
     "make_program",
     "source_line",

@@ -8,6 +8,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final
 
 import greenlet
+import torch
 
 from nnsight_async.changes import Change, Shadow
 from nnsight_async.errors import BlockFailure, HeldViewError
@@ -58,7 +59,8 @@ class Block:
     """A program bound to one request.
 
     ``step`` is the request's current step; ``cursor`` the step that the block is reading, which a loop over steps
-    moves. ``namespace`` holds the block's variables, ``saved`` those marked by ``.save()``.
+    moves. ``namespace`` holds the block's variables, ``saved`` those marked by ``.save()``, and ``cast`` is the type in
+    which floating-point tensors are sent.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Block:
         mutation: Mutation,
         namespace: dict[str, Any],
         controls: Controls,
+        cast: torch.dtype | None = None,
     ) -> None:
         self.request_id = request_id
         self.program = program
@@ -82,6 +85,7 @@ class Block:
         self.failure: BlockFailure | None = None
         self.shadow = Shadow()
         self.controls = controls
+        self.cast = cast
         self._mutation = mutation
         self.started = False
         self.result: Any = None  # the RequestOutput, once the block has been given it

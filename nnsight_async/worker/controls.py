@@ -1,25 +1,29 @@
-"""Messages applied to one request: stop, forced samples, edited logits."""
+"""Messages applied to one request: stop, forced samples, edited logits, live values."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from nnsight_async.errors import ArgumentError
-from nnsight_async.protocol import EditLogits, ForceSamples, Message, Stop
+from nnsight_async.protocol import EditLogits, ForceSamples, Message, SetLive, Stop
 
 
 class Controls:
     """What the messages of one request have set, and how it acts on the request's steps.
 
     It does not matter who sent a message. At each step the edited logits come first, then the block sees and may change
-    them, then the sampler draws; a forced token replaces what it drew before the block sees it.
+    them, then the sampler draws; a forced token replaces what it drew before the block sees it. ``live`` holds what
+    ``tracer.live`` returns. ``unpack`` makes values of a message's bytes.
     """
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, unpack: Callable[[bytes], dict[str, Any]]) -> None:
         self._vocabulary = vocabulary
+        self._unpack = unpack
+        self.live: dict[str, Any] = {}
         self._forced: deque[int] = deque()
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
         self.stopped = False
@@ -44,6 +48,8 @@ class Controls:
             case EditLogits(bias):
                 self._check(bias)
                 self._bias = (torch.tensor(list(bias)), torch.tensor(list(bias.values()))) if bias else None
+            case SetLive(values):
+                self.live.update(self._unpack(values))
 
     def on_logits(self, row: torch.Tensor) -> None:
         """Edit the request's logits ``[1, vocab]`` in place."""

@@ -125,6 +125,10 @@ class TracerFace:
         """vLLM's RequestOutput of the finished request; waits for the request's end."""
         return self._interleaver.wait_for_result()
 
+    def live(self, name: str, default: Any = None) -> Any:
+        """What the caller has last set for ``name`` with ``stream.set``, else ``default``; it changes between steps."""
+        return self._interleaver.running.controls.live.get(name, default)
+
     def stop(self) -> None:
         """End the request at this step and leave the block."""
         raise StopRequest

@@ -2,58 +2,148 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
 
 import msgspec
+import torch
 import zmq
 
 from nnsight_async import wire
 from nnsight_async.errors import CaptureError
-from nnsight_async.protocol import Entry, Post
+from nnsight_async.protocol import Entry, Post, SegmentOpened
+from nnsight_async.segments import PAGE
+from nnsight_async.worker.arena import Arena, Segment
 from nnsight_async.worker.block import Block
 from nnsight_async.worker.interleaver import Interleaver
+from nnsight_async.worker.staging import CudaStaging, HostStaging, Piece, Staging
+
+#: Bytes of an entry's tensors up to which they ride in the message: less than what a page shared costs.
+_INLINE: Final = 16 << 10
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """One entry with its tensors, before they are copied."""
+
+    cast: torch.dtype | None
+    tensors: list[tuple[int, torch.Tensor, torch.dtype]] = field(default_factory=list)
+    nbytes: int = 0
+    entry: Entry | None = None
+    place: tuple[Segment, int] | None = None
+
+    def add(self, tensor: torch.Tensor) -> tuple[int, torch.dtype]:
+        """Take a tensor in (:class:`nnsight_async.wire.Tensors`)."""
+        if tensor.device.type == "meta":
+            raise ValueError("a tensor on the meta device has no values")
+        dtype = self.cast if self.cast is not None and tensor.is_floating_point() else tensor.dtype
+        offset = self.nbytes
+        self.tensors.append((offset, tensor.detach(), dtype))
+        self.nbytes = offset + -(-tensor.numel() * dtype.itemsize // wire.ALIGN) * wire.ALIGN
+        return offset, dtype
+
+    def pieces(self) -> list[Piece]:
+        """Its tensors, with where they go."""
+        if self.place is None:
+            return []
+        segment, page = self.place
+        start = segment.base + page * PAGE
+        return [Piece(tensor, dtype, segment.memory, start + offset) for offset, tensor, dtype in self.tensors]
 
 
 class Mailbox:
-    """The worker's end of the way up."""
+    """The worker's end of the way up. For the forward thread."""
 
-    def __init__(self, address: str, interleaver: Interleaver, reference: wire.Reference) -> None:
+    def __init__(self, address: str, interleaver: Interleaver, reference: wire.Reference, device: torch.device) -> None:
         self._interleaver = interleaver
         self._reference = reference
         self._encoder = msgspec.msgpack.Encoder()
+        self._staging: Staging = CudaStaging(device) if device.type == "cuda" else HostStaging()
+        self.arena = Arena(self._staging.prepare, self._staging.dispose)
+        self._opened: list[SegmentOpened] = []  # what the client has still to hear of
+        # Used by whatever thread the staging calls back on, and by no other.
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
+        self._staging.copy([], partial(self._send, []))  # tells the client that the way is open
 
     def post(self, blocks: Sequence[Block], *, final: bool = False) -> None:
         """Send what the blocks saved or changed since their last post."""
-        slab = wire.SlabWriter()
-        entries = [self._entry(block, slab, final) for block in blocks]
+        self.arena.reclaim()
+        parcels = [self._parcel(block, final) for block in blocks]
         try:
-            data = slab.finish()
+            self._copy(parcels)
         except Exception as error:  # one tensor that cannot be copied: whose it is is not known here
+            for parcel in parcels:
+                if parcel.place is not None:
+                    parcel.place[0].release(parcel.place[1])
             for block in blocks:
                 _fail(block, error)
-            slab = wire.SlabWriter()
-            entries, data = [self._entry(block, slab, final) for block in blocks], slab.finish()
-        frames: list[Any] = [self._encoder.encode(Post(entries)), data]
-        self._socket.send_multipart(frames, copy=False)
+            self._copy([self._parcel(block, final) for block in blocks])
 
     def close(self) -> None:
-        """Close the socket."""
+        """Send what is under way, and close the socket and the memory."""
+        self._staging.close()
         self._socket.close()
+        self.arena.close()
 
-    def _entry(self, block: Block, slab: wire.SlabWriter, final: bool) -> Entry:
+    def _parcel(self, block: Block, final: bool) -> _Parcel:
+        parcel = _Parcel(block.cast)
         changes = b""
         try:
             changed = block.changes()
             if changed:
-                changes = wire.dumps(changed, slab, self._reference)
+                changes = wire.dumps(changed, parcel, self._reference)
         except BaseException as error:  # the user's own __reduce__ may raise whatever it likes, SystemExit too
             _fail(block, error)
-        return self._interleaver.entry(block, changes, final=final)
+            parcel = _Parcel(None)
+        parcel.entry = self._interleaver.entry(block, changes, final=final)
+        return parcel
+
+    def _copy(self, parcels: Sequence[_Parcel]) -> None:
+        for parcel in parcels:
+            if parcel.nbytes:
+                parcel.place = self.arena.allocate(parcel.nbytes)
+        placed = sorted(
+            (parcel for parcel in parcels if parcel.place is not None),
+            key=lambda parcel: (parcel.place[0].number, parcel.place[1]),  # type: ignore[index]
+        )
+        pieces = [piece for parcel in placed for piece in parcel.pieces()]
+        self._opened += [
+            SegmentOpened(segment.number, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.pages)
+            for segment in self.arena.opened()
+        ]
+        entries = [(parcel.entry, parcel.place, parcel.nbytes) for parcel in parcels]
+        self._staging.copy(pieces, partial(self._send, entries, self._opened))
+        self._opened = []
+
+    def _send(
+        self,
+        parcels: Sequence[tuple[Entry | None, tuple[Segment, int] | None, int]],
+        opened: Sequence[SegmentOpened] = (),
+    ) -> None:
+        """Send a post whose tensors have been copied; on the staging's thread."""
+        inline = bytearray()
+        entries = []
+        for entry, place, nbytes in parcels:
+            assert entry is not None
+            entries.append(entry)
+            if place is None:
+                continue
+            segment, page = place
+            if nbytes <= _INLINE:
+                start = segment.base + page * PAGE
+                entry.segment, entry.offset, entry.nbytes = -1, len(inline), nbytes
+                inline += segment.memory[start : start + nbytes]
+                segment.release(page)
+            else:
+                entry.segment, entry.offset, entry.nbytes = segment.number, page, nbytes
+        frames: list[Any] = [self._encoder.encode(Post(entries, list(opened))), inline]
+        self._socket.send_multipart(frames, copy=False)
 
 
 def _fail(block: Block, error: BaseException) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import signal
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from nnsight_async.errors import CaptureError
 from nnsight_async.protocol import (
     CONFIG_KEY,
     EXTRA_ARG,
+    KNOWN_PROGRAMS,
     STOPPED_BY_ERROR,
     STOPPED_BY_TRACER,
     BlockState,
@@ -60,7 +63,7 @@ class TracingWorker(_Base):
         times = super().compile_or_warm_up_model()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the engine core: an interrupt is the client's to handle
         settings = msgspec.convert(self.vllm_config.additional_config[CONFIG_KEY], WorkerSettings)
-        self._session = Session(V1Runner(self.model_runner), settings, self.model_config)
+        self._session = Session(V1Runner(self.model_runner), settings, self.model_config, self.device)
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -82,10 +85,23 @@ class TracingWorker(_Base):
         assert self._session is not None
         self._session.resolve_result(request_id, result)
 
-    def nnsight_async_message(self, request_id: str, message: bytes) -> int:
-        """Apply a message to a request; returns the step from which it holds, or -1 if the request is over."""
+    def nnsight_async_program(self, digest: str, program: bytes) -> None:
+        """Take in a program that requests will name by its digest."""
         assert self._session is not None
-        return self._session.take_message(request_id, message)
+        self._session.programs.add(digest, program)
+
+    def nnsight_async_message(self, request_ids: list[str], message: bytes) -> list[int] | str:
+        """Apply a message to requests; returns the step from which it holds in each, or -1 where a request is over.
+
+        A text says why it could not be applied.
+        """
+        assert self._session is not None
+        return self._session.take_message(request_ids, message)
+
+    def nnsight_async_trim(self) -> list[int]:
+        """Close the segments of shared memory that are not needed; returns their numbers."""
+        assert self._session is not None
+        return self._session.mailbox.arena.trim()
 
     def nnsight_async_live(self) -> int:
         """How many blocks the worker holds."""
@@ -103,7 +119,7 @@ class TracingWorker(_Base):
 class Session:
     """Everything of ours in one worker: the tree, the blocks, the mailbox, and the runner they are attached to."""
 
-    def __init__(self, runner: Runner, settings: WorkerSettings, model_config: Any) -> None:
+    def __init__(self, runner: Runner, settings: WorkerSettings, model_config: Any, device: torch.device) -> None:
         self._runner = runner
         modules: dict[str, nn.Module] = dict(runner.model.named_modules(remove_duplicate=False))
         self._hooks = Hooks(modules, self._seen)
@@ -112,10 +128,13 @@ class Session:
         self._tokenizer = cache(lambda: _load_tokenizer(model_config))
         self._model = ModelFace(self._root, self.interleaver, self._tokenizer)
         self._tracer = TracerFace(self.interleaver)
-        self.mailbox = Mailbox(settings.mailbox, self.interleaver, self._reference)
+        self.mailbox = Mailbox(settings.mailbox, self.interleaver, self._reference, device)
+        self.programs = Programs()
+        self._device = device
+        self._early: OrderedDict[str, list[bytes]] = OrderedDict()  # messages that came before their requests
+        self._ended: OrderedDict[str, None] = OrderedDict()
         self._vocabulary: int = model_config.get_vocab_size()
         self._result: Any = None  # the RequestOutput that a block is being given
-        self._programs: dict[str, tuple[CompiledProgram, Mutation]] = {}
         self._saving = saving_functions(self.interleaver)
         install_reader(self.interleaver)
         try:
@@ -135,6 +154,7 @@ class Session:
         interleaver = self.interleaver
         if scheduler_output.finished_req_ids:
             interleaver.drop(scheduler_output.finished_req_ids, keep_for_result=True)
+            self._note_ended(scheduler_output.finished_req_ids)
         if not interleaver.blocks:
             self._hooks.clear()
         for request in scheduler_output.scheduled_new_reqs:
@@ -171,13 +191,33 @@ class Session:
             self.interleaver.drop([request_id])
         self._result = None
 
-    def take_message(self, request_id: str, message: bytes) -> int:
-        """Apply a message to a request; returns the step from which it holds, or -1 if the request is over."""
-        block = self.interleaver.blocks.get(request_id)
-        if block is None:
-            return -1
-        block.controls.apply(msgspec.msgpack.decode(message, type=Message))
-        return block.step + 1
+    def take_message(self, request_ids: Sequence[str], data: bytes) -> list[int] | str:
+        """Apply a message to requests; returns the step from which it holds in each, or -1 where a request is over.
+
+        A request that has not come yet gets it when it comes. A text says why the message could not be applied.
+        """
+        steps = []
+        try:
+            for request_id in request_ids:
+                block = self.interleaver.blocks.get(request_id)
+                if request_id in self._ended:
+                    steps.append(-1)
+                elif block is None:
+                    self._early.setdefault(request_id, []).append(data)
+                    _keep_newest(self._early, _MOST_EARLY)
+                    steps.append(0)
+                else:
+                    block.controls.apply(msgspec.msgpack.decode(data, type=Message))
+                    steps.append(block.step + 1)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return steps
+
+    def _note_ended(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._ended[request_id] = None
+            self._early.pop(request_id, None)
+        _keep_newest(self._ended, _MOST_ENDED)
 
     # In a step; called by the runner's adapter.
 
@@ -210,11 +250,14 @@ class Session:
 
     def _make_block(self, request_id: str, traced: bytes) -> Block:
         namespace: dict[str, Any] = {"__name__": "__nnsight_async_block__"}
-        controls = Controls(self._vocabulary)
+        controls = Controls(self._vocabulary, self._unpack_live)
         try:
             message = msgspec.msgpack.decode(traced, type=Traced)
-            block = Block(request_id, *self._program(message), namespace, controls)
+            cast = getattr(torch, message.dtype) if message.dtype else None
+            block = Block(request_id, *self.programs.get(message.digest), namespace, controls, cast)
             namespace.update(loads(message.values, self._resolve))
+            for early in self._early.pop(request_id, ()):
+                controls.apply(msgspec.msgpack.decode(early, type=Message))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             block = Block(request_id, *_NO_PROGRAM, namespace, controls)
@@ -222,16 +265,9 @@ class Session:
         namespace.update(self._saving)
         return block
 
-    def _program(self, message: Traced) -> tuple[CompiledProgram, Mutation]:
-        """A request's program, compiled when it is first seen, and what it may change in place."""
-        known = self._programs.get(message.digest)
-        if known is None:
-            program = msgspec.msgpack.decode(message.program, type=Program)
-            known = (compile_program(program), find_mutation(ast.parse(program.wrapped)))
-            self._programs[message.digest] = known
-            if len(self._programs) > _MOST_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-        return known
+    def _unpack_live(self, data: bytes) -> dict[str, Any]:
+        """Live values, their tensors on the model's device."""
+        return {name: _on_device(value, self._device) for name, value in loads(data, self._resolve).items()}
 
     def _resolve(self, reference: Any) -> object:
         kind, *rest = reference
@@ -251,8 +287,49 @@ class Session:
         return None
 
 
-#: How many compiled programs are kept, the oldest going first.
-_MOST_PROGRAMS = 1024
+class Programs:
+    """The programs that requests name by their digests, compiled when they are first needed."""
+
+    def __init__(self) -> None:
+        self._encoded: OrderedDict[str, bytes] = OrderedDict()
+        self._compiled: OrderedDict[str, tuple[CompiledProgram, Mutation]] = OrderedDict()
+
+    def add(self, digest: str, encoded: bytes) -> None:
+        """Take in a program as it travels."""
+        self._encoded[digest] = encoded
+        _keep_newest(self._encoded, 8 * KNOWN_PROGRAMS)
+
+    def get(self, digest: str) -> tuple[CompiledProgram, Mutation]:
+        """A program, and what it may change in place."""
+        self._encoded.move_to_end(digest)
+        known = self._compiled.get(digest)
+        if known is None:
+            program = msgspec.msgpack.decode(self._encoded[digest], type=Program)
+            known = self._compiled[digest] = (compile_program(program), find_mutation(ast.parse(program.wrapped)))
+            _keep_newest(self._compiled, KNOWN_PROGRAMS)
+        return known
+
+
+def _keep_newest(table: OrderedDict[str, Any], most: int) -> None:
+    while len(table) > most:
+        table.popitem(last=False)
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """``value`` with its tensors on ``device``, through lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) in (list, tuple):
+        return type(value)(_on_device(item, device) for item in value)
+    if type(value) is dict:
+        return {key: _on_device(item, device) for key, item in value.items()}
+    return value
+
+
+#: How many requests' ends are remembered, so that a message to one that is over is told from one that came early.
+_MOST_ENDED = 1 << 16
+#: How many requests may have messages before they have come.
+_MOST_EARLY = 1 << 16
 #: Stands in for a program that could not be compiled.
 _NO_PROGRAM = (
     CompiledProgram(
