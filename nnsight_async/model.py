@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
 
-from nnsight_async.client.connection import Connection
+from nnsight_async.client.connection import Connection, Stats
 from nnsight_async.client.generate import generate
 from nnsight_async.client.ledger import DEFAULT_LIMIT
+from nnsight_async.client.map import Map
 from nnsight_async.client.sampling import check_settings, split_prompts
 from nnsight_async.client.tracer import Tracer
 from nnsight_async.engine.arguments import build_config
 from nnsight_async.engine.meta import build_meta_model
 from nnsight_async.errors import NO_SCAN, ArgumentError, OutsideBlockError, UnsupportedError
 from nnsight_async.tree import ModuleRef
+
+T = TypeVar("T")
 
 
 class VLLM:
@@ -119,6 +123,41 @@ class VLLM:
         work = generate(self._connection, split_prompts(prompts), check_settings(sampling), progress=progress)
         return self._connection.call(work) if self.mode == "sync" else self._connection.wait(work)
 
+    def map(
+        self,
+        function: Callable[[Any], Awaitable[T]],
+        prompts: Iterable[Any] | AsyncIterable[Any],
+        *,
+        concurrency: int = 64,
+    ) -> Map[T]:
+        """Call ``function(prompt)`` for each prompt, so many at once; the results in the prompts' order.
+
+        For batch jobs in the async form, in which a function opens a trace for its prompt and returns what it found::
+
+            async def probe(prompt):
+                async with model.trace(prompt, max_tokens=1):
+                    resid = model.model.layers[10].output[0][-1].save()
+                return resid
+
+            async with model.map(probe, prompts, concurrency=256) as results:
+                async for resid in results:
+                    ...
+
+        Args:
+            function: a coroutine function of one argument.
+            prompts: any iterable, also an asynchronous one; its items are taken as there is room for them.
+            concurrency: how many calls run at once, or have results that nobody has taken yet.
+
+        Raises:
+            UnsupportedError: the model is in sync mode.
+            ArgumentError: ``concurrency`` is less than 1.
+        """
+        if self.mode != "async":
+            raise UnsupportedError('model.map runs coroutines: it needs VLLM(..., mode="async")')
+        if concurrency < 1:
+            raise ArgumentError(f"concurrency is at least 1, not {concurrency!r}")
+        return Map(function, prompts, concurrency)
+
     def scan(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: vLLM's modules cannot run on shapes alone.
 
@@ -159,7 +198,11 @@ class VLLM:
 
     async def live(self) -> int:
         """How many traced requests the worker holds at this moment."""
-        return await self._connection.wait(self._connection.worker_live())
+        return (await self.stats()).live
+
+    async def stats(self) -> Stats:
+        """What the model's traced requests take up at this moment."""
+        return await self._connection.wait(self._connection.stats())
 
     def close(self) -> None:
         """Abort what is running and shut the engine down. Closing twice does nothing."""

@@ -128,29 +128,29 @@ class _Pickler(cloudpickle.Pickler):
 
 
 class Loader:
-    """Puts entries' changes together again, on one thread.
+    """Puts entries' changes together again, one after the other."""
 
-    ``resolve`` finds what references stand for; ``device`` is where tensors are put, as they are on the host by None.
-    """
-
-    def __init__(self, resolve: Resolve, device: torch.device | None = None) -> None:
-        self._resolve = resolve
-        self._device = device
+    def __init__(self) -> None:
+        self._resolve: Resolve = _resolve_nothing
+        self._device: torch.device | None = None
         self._bytes: Any = None
         self._known: dict[bytes, torch.Tensor] = {}
         self._decoder = msgspec.msgpack.Decoder(dict[str, Change], ext_hook=self._extension)
 
-    def load(self, data: bytes, tensor_bytes: Any) -> dict[str, Change]:
+    def load(
+        self, data: bytes, tensor_bytes: Any, resolve: Resolve, device: torch.device | None = None
+    ) -> dict[str, Change]:
         """The changes that :func:`dumps` packed.
 
         ``tensor_bytes`` is a buffer that holds the bytes of the entry's tensors, and writable. Tensors are views of it
-        and keep it alive.
+        and keep it alive, unless a ``device`` is given that they are copied to. ``resolve`` finds what references stand
+        for.
         """
-        self._bytes = tensor_bytes
+        self._bytes, self._resolve, self._device = tensor_bytes, resolve, device
         try:
             return self._decoder.decode(data)
         finally:
-            self._bytes = None
+            self._bytes, self._resolve = None, _resolve_nothing
             self._known.clear()
 
     def _extension(self, code: int, data: memoryview) -> object:
@@ -187,6 +187,10 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: tuple[Any, ...]) -> object:
         return self._loader.persistent(pid)
+
+
+def _resolve_nothing(reference: tuple[Any, ...]) -> object:
+    raise LookupError(f"nobody is there to say what {reference} stands for")
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -73,4 +73,4 @@ def smol(engines: Engines) -> VLLM:
 def live(model: VLLM) -> int:
     """How many blocks the worker holds."""
     connection = model._connection
-    return connection.call(connection.worker_live())
+    return connection.call(connection.stats()).live

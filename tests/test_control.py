@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from conftest import Engines, live
@@ -15,7 +14,6 @@ from vllm.inputs import TextPrompt, TokensPrompt
 
 from nnsight_async import VLLM
 from nnsight_async.errors import ArgumentError, BlockError, PromptError, UnsupportedError
-from nnsight_async.protocol import EditLogits, ForceSamples, Message, Stop
 
 PROMPT = "The capital of France is"
 STEPS = 5
@@ -269,49 +267,6 @@ def test_the_sampler_draws_from_edited_logits_with_its_settings(model: VLLM) -> 
     both = torch.tensor([0.0, 1.0]).log_softmax(-1)
     for token, top in zip(completion.token_ids, completion.logprobs, strict=True):
         assert top[token].logprob == pytest.approx(both[int(token == 200)].item(), abs=1e-4)
-
-
-async def test_messages_from_outside_act_on_one_request(amodel: VLLM) -> None:
-    """The same messages, sent to the worker by somebody else than the block."""
-    model = amodel
-    plain = reference(Engines.path("qwen3")).greedy(PROMPT, 60)
-
-    async def send(trace: Any, message: Message) -> int:
-        engine = model._connection.engine
-        (worker_id,) = trace._invokes[0].worker_ids
-        data = msgspec.msgpack.encode(message)
-        sent = engine.collective_rpc("nnsight_async_message", args=(worker_id, data))
-        (step,) = await model._connection.wait(sent)
-        return int(step)
-
-    def start() -> Any:
-        with model.trace(PROMPT, temperature=0.0, max_tokens=60, ignore_eos=True) as tracer:
-            seen = list().save()
-            for _ in tracer.iter[:60]:
-                seen.append(model.samples.item())
-        return tracer
-
-    steered, other = start(), start()
-    async for output in steered.backend:
-        if output.step == 2:
-            break
-    forced_at = await send(steered, ForceSamples([70, 71, 72]))
-    edited_at = await send(steered, EditLogits({90: float("inf")}))
-    async for output in steered.backend:
-        if output.step == max(forced_at, edited_at) + 6:
-            break
-    await send(steered, EditLogits({}))
-    stopped_at = await send(steered, Stop())
-    last = await steered.backend
-    tokens = list(last.outputs[0].token_ids)
-    assert tokens[:forced_at] == plain[:forced_at]
-    assert tokens[forced_at : forced_at + 3] == [70, 71, 72]
-    assert tokens[forced_at + 3 : edited_at + 5] == [90] * (edited_at + 5 - forced_at - 3)
-    assert len(tokens) == stopped_at + 1
-    assert last.saves["seen"] == tokens
-    assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason) == ("stop", "tracer.stop")
-    assert list((await other.backend).outputs[0].token_ids) == plain
-    assert await send(steered, Stop()) == -1
 
 
 # Sampling settings.

@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,6 +43,23 @@ def _close_all() -> None:
         connection.close()
 
 
+@dataclass(frozen=True)
+class Stats:
+    """What a model's traced requests take up.
+
+    Attributes:
+        live: how many of them the worker holds.
+        unread_bytes: saved values that have come and have not been read; ``mailbox_bytes`` limits them.
+        shared_bytes: shared memory in use, by values that are unread and by tensors that somebody still has.
+        segments: how many pieces of shared memory the worker has.
+    """
+
+    live: int = 0
+    unread_bytes: int = 0
+    shared_bytes: int = 0
+    segments: int = 0
+
+
 class Connection:
     """One engine on one background event loop. What is not said to be for any thread runs on that loop."""
 
@@ -59,7 +77,7 @@ class Connection:
         self._closed = False
         self._closing = threading.Lock()
         self.ledger = Ledger(mailbox_bytes)
-        self._programs: OrderedDict[str, None] = OrderedDict()  # those that the worker has, the least used first
+        self._programs: OrderedDict[str, asyncio.Event] = OrderedDict()  # those sent, the least used first
         self._trimming = False
         _open.add(self)
 
@@ -159,10 +177,12 @@ class Connection:
 
     async def _send_program(self, program: Program) -> None:
         """Send a program ahead of the first request that needs it; the engine takes both in order."""
-        if program.digest in self._programs:
+        sent = self._programs.get(program.digest)
+        if sent is not None:
             self._programs.move_to_end(program.digest)
+            await sent.wait()
             return
-        self._programs[program.digest] = None
+        sent = self._programs[program.digest] = asyncio.Event()
         if len(self._programs) > KNOWN_PROGRAMS:
             self._programs.popitem(last=False)
         encoded = msgspec.msgpack.encode(program)
@@ -170,7 +190,10 @@ class Connection:
         task = asyncio.get_running_loop().create_task(call)
         self._calls.add(task)
         task.add_done_callback(partial(self._program_sent, program.digest))
-        await asyncio.sleep(0)  # the call is on its way once its task has run; its answer need not be waited for
+        try:
+            await asyncio.sleep(0)  # the call is on its way once its task has run; its answer need not be waited for
+        finally:
+            sent.set()
 
     def _program_sent(self, digest: str, task: asyncio.Task[Any]) -> None:
         self._calls.discard(task)
@@ -199,11 +222,12 @@ class Connection:
         finally:
             self._trimming = False
 
-    async def worker_live(self) -> int:
-        """How many blocks the worker holds; none before the engine runs."""
+    async def stats(self) -> Stats:
+        """What the traced requests take up; nothing before the engine runs."""
         if self._engine is None:
-            return 0
-        return int((await self.engine.collective_rpc("nnsight_async_live"))[0])
+            return Stats()
+        live, shared, segments = (await self.engine.collective_rpc("nnsight_async_stats"))[0]
+        return Stats(live, self.ledger.unread, shared, segments)
 
     # From any thread.
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import torch
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -75,10 +76,11 @@ Emit = Callable[[StepOutput, Callable[[], None]], None]
 class Invoke:
     """The coroutine that manages one request, and what has come of it.
 
-    ``loader`` puts saved values together; without it the request is not traced, and no entries are waited for. ``emit``
-    is called on the engine's loop with each joined output, as it comes, and with what to call, from any thread, once
-    the output is read. ``reads_result`` says that the block may wait for the request's result; ``live_names`` are the
-    live values that it reads, None if that is not known.
+    ``resolve`` finds what references in saved values stand for; without it the request is not traced, and no entries
+    are waited for. ``device`` is where saved tensors are put, if not left on the host. ``emit`` is called on the
+    engine's loop with each joined output, as it comes, and with what to call, from any thread, once the output is read.
+    ``reads_result`` says that the block may wait for the request's result; ``live_names`` are the live values that it
+    reads, None if that is not known.
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class Invoke:
         number: int,
         prompt: Any,
         params: SamplingParams,
-        loader: wire.Loader | None,
+        resolve: wire.Resolve | None,
         *,
+        device: torch.device | None = None,
         program: Program | None = None,
         reads_result: bool = False,
         live_names: frozenset[str] | None = None,
@@ -102,7 +105,8 @@ class Invoke:
         self.sequences: dict[int, SequenceState] = {}
         self.cut_short: list[CutShort] = []
         self._by_id: dict[str, SequenceState] = {}
-        self._loader = loader
+        self._resolve = resolve
+        self._device = device
         self.emit: Emit = _no_emit
         self._account: Account | None = None
         self._registered = asyncio.Event()
@@ -140,7 +144,7 @@ class Invoke:
         self._registered.set()
         if self._account is not None:
             self._account.finish()
-        self._loader = None
+        self._resolve = None  # it refers back to the tracer
         self.emit = _no_emit
         for sequence in self.sequences.values():
             sequence.waiting_outputs.clear()
@@ -200,7 +204,7 @@ class Invoke:
     def registered(self, internal_id: str, index: int) -> None:
         """Learn the worker's id of a sequence."""
         self.sequences[index] = self._by_id[internal_id] = SequenceState(index, internal_id)
-        if self._loader is not None and self._connection is not None:
+        if self._resolve is not None and self._connection is not None:
             self._connection.mailbox.receivers[internal_id] = self
             if self._account is None:
                 self._account = self._connection.mailbox.ledger.open()
@@ -243,7 +247,7 @@ class Invoke:
     def _join(self, sequence: SequenceState) -> None:
         while sequence.waiting_outputs and not self._over.is_set():
             step, output = sequence.waiting_outputs[0]
-            if self._loader is not None and step > sequence.step:
+            if self._resolve is not None and step > sequence.step:
                 if step not in sequence.waiting_entries:
                     return
                 for passed in range(sequence.step + 1, step + 1):
@@ -261,10 +265,12 @@ class Invoke:
 
     def _take(self, sequence: SequenceState, entry: Entry, tensor_bytes: Any) -> None:
         sequence.state, sequence.where = entry.state, entry.where
-        assert self._loader is not None
+        assert self._resolve is not None
+        assert self._connection is not None
         try:
             if entry.changes:
-                changed = self._loader.load(entry.changes, tensor_bytes)
+                loader = self._connection.mailbox.loader
+                changed = loader.load(entry.changes, tensor_bytes, self._resolve, self._device)
                 sequence.saves = changes.apply(sequence.saves, changed)
                 sequence.new |= changes.added(sequence.saves, changed)
             if entry.error:

@@ -12,6 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from nnsight_async import wire
 from nnsight_async.client.ledger import Ledger
 from nnsight_async.client.segments import Segments
 from nnsight_async.protocol import Entry, Post
@@ -37,6 +38,7 @@ class Mailbox:
         self.receivers: dict[str, Receiver] = {}
         self.segments = Segments(idle)
         self.ledger = ledger
+        self.loader = wire.Loader()
         self._decoder = msgspec.msgpack.Decoder(Post)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)

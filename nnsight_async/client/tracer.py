@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import msgspec
 import torch
 
-from nnsight_async import wire
 from nnsight_async.client.invoke import Invoke
 from nnsight_async.client.run import Run
 from nnsight_async.client.sampling import check_settings, make_params, make_prompt
@@ -90,7 +89,7 @@ class Tracer:
     ) -> None:
         self._model = model
         self._dtype = _dtype_name(dtype)
-        self._loader: wire.Loader | None = wire.Loader(self._resolve, _checked_device(device))
+        self._device = _checked_device(device)
         self._settings = check_settings(settings)
         make_params(self._settings)  # a bad value is told here, not after the block
         self._prompt = None if prompt is None else make_prompt(prompt)
@@ -193,7 +192,6 @@ class Tracer:
 
     def _add(self, prompt: Any, settings: Mapping[str, Any], block: _Block) -> None:
         self._travelled = False  # set when a reference to the tracer is made, with which a block can read the result
-        assert self._loader is not None
         program = block.program
         traced = Traced(program.digest, block.values(self), self._dtype)
         params = make_params(settings, {EXTRA_ARG: msgspec.msgpack.encode(traced)})
@@ -203,7 +201,14 @@ class Tracer:
         # A block that the tracer has not travelled with cannot ask for a live value.
         names = live_names(program.wrapped) if self._travelled else frozenset[str]()
         invoke = Invoke(
-            number, salted, params, self._loader, program=program, reads_result=self._travelled, live_names=names
+            number,
+            salted,
+            params,
+            self._resolve,
+            device=self._device,
+            program=program,
+            reads_result=self._travelled,
+            live_names=names,
         )
         self._invokes.append(invoke)
 
@@ -213,7 +218,6 @@ class Tracer:
                 "the trace has no prompt: write model.trace(prompt), or open `with tracer.invoke(prompt):` in it"
             )
         self._run = Run(self._model, self._invokes, self._reference, streamed=streamed)
-        self._loader = None  # the invokes have it; it refers back, and what was saved is to go with its last reader
         return self._run
 
     # After the block.

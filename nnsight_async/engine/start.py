@@ -102,8 +102,8 @@ async def stop_engine(engine: AsyncLLM) -> None:
 async def settle(engine: AsyncLLM) -> None:
     """Have the outputs that have come from the engine so far put into their sinks."""
     outputs = getattr(engine.engine_core, "outputs_queue", None)
-    while outputs is not None and not outputs.empty():
-        await asyncio.sleep(0)  # noqa: ASYNC110  # a queue of vLLM's, which tells nobody when it is empty
+    while outputs is not None and not outputs.empty():  # noqa: ASYNC110  # vLLM's queue tells nobody when it is empty
+        await asyncio.sleep(0)
     await asyncio.sleep(0)  # the loop that takes them out may hold one
 
 

@@ -115,6 +115,11 @@ class Arena:
         if prepare is not None:
             self._open(_SEGMENT)  # it takes time, which no step should
 
+    @property
+    def used(self) -> int:
+        """Bytes in use."""
+        return PAGE * sum(segment.used for segment in self.segments.values())
+
     def reclaim(self) -> None:
         """Take back what the client has given back since the last time."""
         for segment in self.segments.values():

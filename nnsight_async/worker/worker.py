@@ -103,10 +103,12 @@ class TracingWorker(_Base):
         assert self._session is not None
         return self._session.mailbox.arena.trim()
 
-    def nnsight_async_live(self) -> int:
-        """How many blocks the worker holds."""
+    def nnsight_async_stats(self) -> tuple[int, int, int]:
+        """How many blocks the worker holds, bytes of shared memory in use, and the number of its segments."""
         assert self._session is not None
-        return len(self._session.interleaver.blocks)
+        arena = self._session.mailbox.arena
+        arena.reclaim()
+        return len(self._session.interleaver.blocks), arena.used, len(arena.segments)
 
     def shutdown(self) -> None:
         """Close the way up, then shut down as vLLM does."""
@@ -300,7 +302,13 @@ class Programs:
         _keep_newest(self._encoded, 8 * KNOWN_PROGRAMS)
 
     def get(self, digest: str) -> tuple[CompiledProgram, Mutation]:
-        """A program, and what it may change in place."""
+        """A program, and what it may change in place.
+
+        Raises:
+            LookupError: it was not sent, or so long ago that it is forgotten.
+        """
+        if digest not in self._encoded:
+            raise LookupError("the block's program is missing; run the trace again")
         self._encoded.move_to_end(digest)
         known = self._compiled.get(digest)
         if known is None:
