@@ -12,7 +12,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import cloudpickle
 import torch
@@ -68,6 +68,8 @@ class SequenceState:
         """Whether the block waits for the request's result, and has not been given it."""
         return self.state is BlockState.WANTS_RESULT and self.final is None
 
+
+_CLOSED: Final = "the request was closed before it was over"
 
 #: Takes in a joined output, and what to call once it is read.
 Emit = Callable[[StepOutput, Callable[[], None]], None]
@@ -127,7 +129,7 @@ class Invoke:
                 if self.error is None:
                     await self._finish()
             except asyncio.CancelledError:
-                self.error = self.error or ClosedError("the request was closed before it was over")
+                self.error = self.error or ClosedError(_CLOSED)
                 raise
             except NnsightAsyncError as error:
                 self.error = error
@@ -138,18 +140,32 @@ class Invoke:
             await asyncio.shield(connection.forget(self))
             self._close()
 
+    def abort(self) -> bool:
+        """End the request as closed; returns False while it is still being submitted, when a cancel has to do it.
+
+        A cancel's traceback would hold what was saved until the collector comes.
+        """
+        if self._internal_id is None:
+            return False
+        self._fail(ClosedError(_CLOSED))
+        return True
+
     def _close(self) -> None:
         """Let go of what is only needed while the request runs: the values have to go with their last reader."""
         self._over.set()
         self._registered.set()
-        if self._account is not None:
-            self._account.finish()
         self._resolve = None  # it refers back to the tracer
         self.emit = _no_emit
+        dropped = 0
         for sequence in self.sequences.values():
+            dropped += sequence.unread + sum(_size(entry) for entry, _ in sequence.waiting_entries.values())
+            sequence.unread = 0
             sequence.waiting_outputs.clear()
             sequence.waiting_entries.clear()
             sequence.new = {}
+        if self._account is not None:
+            self._account.read(dropped)
+            self._account.finish()
 
     @property
     def result(self) -> RequestOutput:
@@ -292,7 +308,7 @@ class Invoke:
         if completion.finish_reason is not None:
             sequence.ended = True
             if completion.finish_reason == "abort" and self.error is None:
-                self.error = ClosedError("the request was closed before it was over")
+                self.error = ClosedError(_CLOSED)
         if all(s.ended for s in self.sequences.values()):
             self.output = joined  # emitted by _finish, with what is saved at the very end
             self._over.set()

@@ -71,10 +71,11 @@ class Run:
             read()
 
     async def _abort(self) -> None:
-        """Cancel the invokes that are still running, and wait until everything of them is freed."""
+        """End the invokes that are still running, and wait until everything of them is freed."""
         task = self._task
         if task is not None and not task.done():
-            task.cancel()
+            if not all([invoke.abort() for invoke in self.invokes]):
+                task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def _message(self, message: Message, numbers: Sequence[int]) -> list[int | None]:
