@@ -25,9 +25,9 @@ from nnsight_async.errors import (
     OutsideBlockError,
     UnsupportedError,
 )
-from nnsight_async.protocol import EXTRA_ARG, Traced
+from nnsight_async.protocol import EDITS_ARG, EXTRA_ARG, Traced
 from nnsight_async.saving import RESULT
-from nnsight_async.tracing import BodySkip, collect, dumps, find_block, make_program, write_back
+from nnsight_async.tracing import BodySkip, collect, dumps, find_block, find_edits, make_program, write_back
 from nnsight_async.tree import ModuleRef
 
 if TYPE_CHECKING:
@@ -51,11 +51,14 @@ class _Block:
         """Whether the body was skipped (or was empty), and not left by an exception of its own."""
         return self._skip.disarm(exc_type, exc) or exc is None
 
-    def message(self, tracer: Tracer) -> bytes:
-        """The block as it travels, with the values it reads as they are now."""
+    def extra_args(self, tracer: Tracer) -> dict[str, Any]:
+        """The block as it travels, with the values it reads as they are now, and whether it may edit."""
         program = self._program
-        values = dumps(collect(self._frame, program.reads), tracer._reference, where=self._source.where)
-        return msgspec.msgpack.encode(Traced(msgspec.msgpack.encode(program), program.digest, values))
+        reads = collect(self._frame, program.reads)
+        values = dumps(reads, tracer._reference, where=self._source.where)
+        traced = msgspec.msgpack.encode(Traced(msgspec.msgpack.encode(program), program.digest, values))
+        edits = find_edits(program.wrapped, program.class_name).possible(reads)
+        return {EXTRA_ARG: traced, **({EDITS_ARG: True} if edits else {})}
 
 
 class Tracer:
@@ -182,7 +185,7 @@ class Tracer:
 
     def _add(self, prompt: Any, settings: Mapping[str, Any], block: _Block) -> None:
         self._travelled = False  # set when a reference to the tracer is made, with which a block can read the result
-        params = make_params(settings, {EXTRA_ARG: block.message(self)})
+        params = make_params(settings, block.extra_args(self))
         # Salted, so that what an edited request leaves in the prefix cache is found by nobody.
         salted = {**prompt, "cache_salt": uuid.uuid4().hex}
         number, reads_result = len(self._invokes), self._travelled
