@@ -36,7 +36,7 @@ class ReservedAsync(Reserving, AsyncScheduler):
 
 
 class Engine:
-    """A scheduler and a worker that draws the same token again and again; ``ahead`` steps are planned before one is over."""
+    """A scheduler, and a worker that draws the same token again and again, ``ahead`` steps behind."""
 
     def __init__(self, scheduler: type[Scheduler], policy: str, window: int | None, blocks: int) -> None:
         config = _config(policy)
@@ -148,6 +148,36 @@ def test_requests_that_edit_share_the_cache_as_far_as_they_fit(scheduler: type[S
     assert len(engine.scheduler.running) == 3
     engine.run()
     assert engine.preempted(editing=True) == 0
+
+
+@EACH
+def test_a_plain_request_is_not_admitted_to_what_is_kept(scheduler: type[Scheduler]) -> None:
+    engine = Engine(scheduler, "fcfs", None, 1 + LONGEST // BLOCK)
+    editing = engine.add(20, 220, editing=True)  # fifteen blocks of sixteen
+    engine.add(20, 5, editing=False)  # two
+    fits = engine.add(5, 5, editing=False)
+    engine.step()
+    assert engine.scheduler.running == [editing]  # the third waits for its turn, behind the second
+    engine.run()
+    assert fits.num_preemptions == 0
+
+
+@EACH
+def test_a_plain_request_grows_into_what_is_kept_until_it_is_needed(scheduler: type[Scheduler]) -> None:
+    engine = Engine(scheduler, "fcfs", None, 1 + LONGEST // BLOCK)
+    plain = engine.add(16, 100, editing=False)
+    editing = engine.add(20, 220, editing=True)  # fifteen blocks of sixteen
+    for _ in range(80):
+        engine.step()
+    assert plain.num_output_tokens > 60  # five blocks
+    assert plain.num_preemptions == 0
+    engine.run()
+    assert (plain.num_preemptions, editing.num_preemptions) == (0, 0)  # it was over in time
+
+    plain, editing = engine.add(16, 200, editing=False), engine.add(20, 220, editing=True)
+    engine.run()
+    assert plain.num_preemptions > 0
+    assert editing.num_preemptions == 0
 
 
 @EACH

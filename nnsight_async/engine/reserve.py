@@ -2,12 +2,13 @@
 
 A preempted request computes the keys and values of all its tokens again, without its block. For one that only reads
 they come out the same; for one that edits they would not. So a request that edits is admitted only where the cache has
-room for all the tokens it may come to, and that room is kept for it: other requests get what is left, and preempt each
-other. What is kept is a number of blocks, not the blocks themselves: they serve as prefix cache until they are needed.
+room for all the tokens it may come to, and from then on requests are admitted only to what is left beside that room.
+What is kept is a number of blocks, not the blocks themselves: requests that run may grow into it, and serve as victims
+when it is needed; until then it holds prefixes.
 
-No request waits forever. One that edits and waits is admitted at the latest when nothing else runs, since a cache that
-holds no request of the model's length is refused at the start; one that runs always finds its next block; and all
-others wait their turn in the order that they have anyway.
+No request waits forever. One that edits is admitted at the latest when nothing else runs, since vLLM refuses to start
+with a cache that does not hold one request of the model's length. Once it runs, its next block is there, or held by a
+request that can be preempted. All others wait in the order that they have anyway, and a preempted one goes first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from nnsight_async.protocol import EDITS_ARG
 
@@ -40,28 +41,24 @@ class Reservation:
         self._allocate = manager.allocate_slots
         manager.allocate_slots = self._allocate_slots
         self._kept: dict[str, int] = {}  # request: the blocks that it may still need
-        self._total = 0
 
     def begin_step(self, running: Iterable[Request]) -> None:
-        """Count anew, as requests have grown, ended and been aborted."""
+        """Count anew, as requests have ended and been aborted."""
         self._kept = {request.request_id: self._still_needs(request) for request in running if edits(request)}
-        self._total = sum(self._kept.values())
 
     def _allocate_slots(
         self, request: Request, num_new_tokens: int, *args: Any, reserved_blocks: int = 0, **kwargs: Any
     ) -> KVCacheBlocks | None:
-        name = request.request_id
-        others = self._total - self._kept.get(name, 0)
         editing = edits(request)
-        if editing and name not in self._kept:
+        if request.status is not RequestStatus.RUNNING:
+            reserved_blocks += sum(self._kept.values())
             pool = self._manager.block_pool
             most = pool.num_gpu_blocks - 1  # one is vLLM's own
-            if min(self._still_needs(request), most) > pool.get_num_free_blocks() - others:
+            if editing and min(self._still_needs(request), most) > pool.get_num_free_blocks() - reserved_blocks:
                 return None
-        blocks = self._allocate(request, num_new_tokens, *args, reserved_blocks=reserved_blocks + others, **kwargs)
+        blocks = self._allocate(request, num_new_tokens, *args, reserved_blocks=reserved_blocks, **kwargs)
         if editing and blocks is not None:
-            self._kept[name] = self._still_needs(request)
-            self._total = others + self._kept[name]
+            self._kept[request.request_id] = self._still_needs(request)
         return blocks
 
     def _still_needs(self, request: Request) -> int:
