@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import pytest
@@ -51,6 +51,7 @@ class Engine:
         init_none_hash(sha256)
         self.planned: deque[Any] = deque()
         self.requests: list[Request] = []
+        self.steps: Counter[str] = Counter()  # how often the worker ran each request, that is, its block
 
     def add(self, prompt: int, tokens: int, *, editing: bool, priority: int = 0) -> Request:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args={EDITS_ARG: True} if editing else None)
@@ -78,6 +79,7 @@ class Engine:
         if len(self.planned) > self.ahead:
             plan = self.planned.popleft()
             names = list(plan.num_scheduled_tokens)
+            self.steps.update(names)
             output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [[7] for _ in names])
             self.scheduler.update_from_output(plan, output)
 
@@ -89,6 +91,9 @@ class Engine:
         for _ in range(2):
             self.step()
         assert all(request.is_finished() for request in self.requests)
+        for request in self.requests:  # preempted or not, each step of the worker is one token
+            if request.status is not RequestStatus.FINISHED_ABORTED:
+                assert self.steps[request.request_id] == request.num_output_tokens
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
