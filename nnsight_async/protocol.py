@@ -16,6 +16,8 @@ import msgspec
 
 #: The key of ``SamplingParams.extra_args`` under which a request carries its block.
 EXTRA_ARG: Final = "nnsight_async"
+#: The key beside it, there if the block may change keys and values: such a request is never preempted.
+EDITS_ARG: Final = "nnsight_async_edits"
 #: The key of ``VllmConfig.additional_config`` under which the worker finds its :class:`WorkerSettings`.
 CONFIG_KEY: Final = "nnsight_async"
 

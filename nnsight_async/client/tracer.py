@@ -26,9 +26,19 @@ from nnsight_async.errors import (
     OutsideBlockError,
     UnsupportedError,
 )
-from nnsight_async.protocol import EXTRA_ARG, Traced
+from nnsight_async.protocol import EDITS_ARG, EXTRA_ARG, Traced
 from nnsight_async.saving import RESULT
-from nnsight_async.tracing import BodySkip, Program, collect, dumps, find_block, live_names, make_program, write_back
+from nnsight_async.tracing import (
+    BodySkip,
+    Program,
+    collect,
+    dumps,
+    find_block,
+    find_edits,
+    live_names,
+    make_program,
+    write_back,
+)
 from nnsight_async.tree import ModuleRef
 
 if TYPE_CHECKING:
@@ -57,9 +67,14 @@ class _Block:
         """The block's program."""
         return self._program
 
-    def values(self, tracer: Tracer) -> bytes:
-        """The values that the block reads, as they are now and as they travel."""
-        return dumps(collect(self._frame, self._program.reads), tracer._reference, where=self._source.where)
+    def extra_args(self, tracer: Tracer, dtype: str) -> dict[str, Any]:
+        """The block as it travels, with the values it reads as they are now, and whether it may edit."""
+        program = self._program
+        reads = collect(self._frame, program.reads)
+        values = dumps(reads, tracer._reference, where=self._source.where)
+        edits = find_edits(program.wrapped, program.class_name).possible(reads)
+        traced = msgspec.msgpack.encode(Traced(program.digest, values, dtype))
+        return {EXTRA_ARG: traced, **({EDITS_ARG: True} if edits else {})}
 
 
 class Tracer:
@@ -193,8 +208,7 @@ class Tracer:
     def _add(self, prompt: Any, settings: Mapping[str, Any], block: _Block) -> None:
         self._travelled = False  # set when a reference to the tracer is made, with which a block can read the result
         program = block.program
-        traced = Traced(program.digest, block.values(self), self._dtype)
-        params = make_params(settings, {EXTRA_ARG: msgspec.msgpack.encode(traced)})
+        params = make_params(settings, block.extra_args(self, self._dtype))
         # Salted, so that what an edited request leaves in the prefix cache is found by nobody.
         salted = {**prompt, "cache_salt": uuid.uuid4().hex}
         number = len(self._invokes)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Final
 
+from pydantic import ValidationError
 from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -37,6 +38,7 @@ _REFUSED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
         "a block runs between the modules of an eager forward; leave it out",
     ),
     "enable_chunked_prefill": (bool, "a block sees a prompt's rows whole, in one step; leave it out"),
+    "long_prefill_token_threshold": (bool, "a block sees a prompt's rows whole, in one step; leave it out"),
     "speculative_config": (_given, "a block's step is one token, and speculation draws several; leave it out"),
     "pipeline_parallel_size": (_more_than_one, "a block runs in one forward pass over all layers; use 1"),
     "tensor_parallel_size": (_more_than_one, "values are not yet gathered over ranks; use 1"),
@@ -67,12 +69,21 @@ def build_config(model: str, arguments: dict[str, Any]) -> VllmConfig:
     given.update({name: value for name, value in arguments.items() if value is not None or name not in given})
     try:
         config = AsyncEngineArgs(model=model, **given).create_engine_config()
+    except ValidationError as error:  # its text is followed by the whole input and a link
+        told = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+        raise EngineError(f"vLLM cannot serve {model!r} like this: {told}") from error
     except Exception as error:
         raise EngineError(f"vLLM cannot serve {model!r} like this: {error}") from error
     if config.compilation_config.mode not in (None, CompilationMode.NONE):
         raise UnsupportedError("compilation_config asks for compiled code, which no block can run in; leave it out")
     if config.model_config.runner_type != "generate":
         raise UnsupportedError(f"{model} is a {config.model_config.runner_type} model; only generating ones are traced")
+    budget, longest = config.scheduler_config.max_num_scheduled_tokens, config.model_config.max_model_len
+    if budget is not None and budget < longest:
+        raise ArgumentError(
+            f"max_num_scheduled_tokens={budget} is smaller than max_model_len={longest}, so the longest prompts would "
+            "wait forever: a prompt is computed whole, in one step; increase the one or decrease the other"
+        )
     config.parallel_config.worker_cls = _WORKER
     asynchronous = config.scheduler_config.async_scheduling
     config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER if asynchronous else _SCHEDULER

@@ -1,4 +1,5 @@
-"""vLLM's schedulers, with one addition: a request ends at the step at which its block says so.
+"""vLLM's schedulers, with two additions: a request ends at the step at which its block says so, and one that edits is
+never preempted (see :mod:`nnsight_async.engine.reserve`).
 
 The worker writes the stops of a step on its ``ModelRunnerOutput``; the scheduler reads them where it looks for the
 usual reasons to stop. No token is forged, and ``ignore_eos`` and ``min_tokens`` make no difference. Beside that, an
@@ -16,6 +17,8 @@ from typing import Any, Final
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
+
+from nnsight_async.engine.reserve import Reserving
 
 #: The attribute of a ModelRunnerOutput that holds ``{request id: stop reason}``; absent where nothing stops.
 STOPS_ATTRIBUTE: Final = "nnsight_async_stops"
@@ -58,9 +61,9 @@ def _end_with_parent(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class TracingScheduler(_Stops, Scheduler):
+class TracingScheduler(_Stops, Reserving, Scheduler):
     """The synchronous scheduler."""
 
 
-class TracingAsyncScheduler(_Stops, AsyncScheduler):
+class TracingAsyncScheduler(_Stops, Reserving, AsyncScheduler):
     """The scheduler that plans a step ahead."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 from typing import Final, cast
 
+from nnsight_async.tracing.chains import LOCATIONS, leads_through
+
 #: The function that a held expression is wrapped in; it returns its argument.
 HOLD: Final = "__hold__"
 
-_LOCATIONS: Final = frozenset({"output", "input", "inputs", "logits", "samples"})
 _LOOPS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
@@ -40,7 +41,7 @@ class _Wrap(ast.NodeTransformer):
         return self._wrapped(node) if isinstance(node.ctx, ast.Load) else self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if node.attr in _LOCATIONS:
+        if node.attr in LOCATIONS:
             return node  # the location's own value is known to the worker as it is
         return self._wrapped(node) if isinstance(node.ctx, ast.Load) else self.generic_visit(node)
 
@@ -78,20 +79,12 @@ def _may_hold(node: ast.AST) -> bool:
     pending = [node]
     while pending:
         inner = pending.pop()
-        if isinstance(inner, ast.Attribute) and inner.attr in _LOCATIONS:
+        if isinstance(inner, ast.Attribute) and inner.attr in LOCATIONS:
             reads += 1
             continue  # what leads to a location is a module
         if isinstance(inner, _LOOPS):
             reads += 1  # what stands in it may be evaluated more than once
         elif isinstance(inner, ast.Subscript) and isinstance(inner.ctx, ast.Load):
-            others += not _leads_to_location(inner)
+            others += not leads_through(inner)
         pending.extend(ast.iter_child_nodes(inner))
     return reads > 1 or (reads == 1 and others > 0)
-
-
-def _leads_to_location(node: ast.expr) -> bool:
-    while isinstance(node, (ast.Subscript, ast.Attribute)):
-        if isinstance(node, ast.Attribute) and node.attr in _LOCATIONS:
-            return True
-        node = node.value
-    return False

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import torch
 
-_LOCATIONS: Final = frozenset({"output", "input", "inputs", "logits", "samples"})
+from nnsight_async.tracing.chains import leads_through, root_name
+
 #: Packages whose functions leave their arguments as they are, but for those that say otherwise (``add_``, ``out=``).
 _PURE: Final = frozenset(
     {"builtins", "torch", "math", "numpy", "operator", "itertools", "functools", "collections", "einops", "time"}
@@ -51,14 +52,15 @@ def find_mutation(tree: ast.AST) -> Mutation:
         if isinstance(node, ast.AugAssign):
             if isinstance(node.target, ast.Name):
                 counters.add(node.target.id)
-            elif not _is_location(node.target):
+            elif not leads_through(node.target):
                 return Mutation(True)
         elif isinstance(node, ast.Assign) and any(map(_writes_into, node.targets)):
             return Mutation(True)
         elif isinstance(node, ast.Call):
             if _writes(node):
                 return Mutation(True)
-            callees.update(_root(node.func))
+            name = root_name(node.func)
+            callees |= {name} if name is not None else set()
     return Mutation(False, frozenset(counters), frozenset(callees))
 
 
@@ -76,7 +78,7 @@ def _writes_into(target: ast.expr) -> bool:
     """``t[i] = x`` and ``t.data = x``, unless it is a location that is written."""
     if isinstance(target, (ast.Tuple, ast.List)):
         return any(map(_writes_into, target.elts))
-    return isinstance(target, (ast.Subscript, ast.Attribute)) and not _is_location(target)
+    return isinstance(target, (ast.Subscript, ast.Attribute)) and not leads_through(target)
 
 
 def _writes(call: ast.Call) -> bool:
@@ -85,25 +87,3 @@ def _writes(call: ast.Call) -> bool:
         return True
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     return name == "numpy" or (name.endswith("_") and not name.endswith("__"))
-
-
-def _root(function: ast.expr) -> list[str]:
-    """The variable that what is called is reached from, if it is one's."""
-    node = function
-    while True:
-        if isinstance(node, (ast.Attribute, ast.Subscript)):
-            node = node.value
-        elif isinstance(node, ast.Call):
-            node = node.func
-        else:
-            return [node.id] if isinstance(node, ast.Name) else []
-
-
-def _is_location(target: ast.expr) -> bool:
-    """Whether what is written into begins at a location: ``layer.output[0][:]``."""
-    node: ast.expr = target
-    while isinstance(node, (ast.Subscript, ast.Attribute)):
-        if isinstance(node, ast.Attribute) and node.attr in _LOCATIONS:
-            return True
-        node = node.value
-    return False
