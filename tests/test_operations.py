@@ -180,9 +180,11 @@ async def test_requests_that_share_a_step_see_and_change_their_own_rows(amodel: 
 
 def test_an_operation_that_runs_several_times_is_read_each_time(model: VLLM) -> None:
     with model.trace(PROMPT, temperature=0.0, max_tokens=1):
-        streams = list().save()
+        streams, entered = list().save(), list().save()
+        layer = model.model.source.layer_1
         for _ in range(4):
-            hidden, residual = model.model.source.layer_1.output
+            entered.append(layer.inputs[0][0].tolist())  # to read the output twice in a row is to read one run's
+            hidden, residual = layer.output
             streams.append(hidden + residual)
     states = reference(Engines.path("qwen3")).hidden_states(reference(Engines.path("qwen3")).encode(PROMPT))[1:]
     assert entered == [list(range(5))] * 4

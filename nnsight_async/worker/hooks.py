@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,8 +32,10 @@ class Hooks:
     """Wrappers around the forward methods of a model's modules, put on for one location at a time.
 
     PyTorch's own hooks would not do. Some vLLM classes call ``forward`` past them, and a hook cannot keep a module from
-    being run. A wrapper has to be there when its module's call begins, so a location's ancestors get theirs with it:
-    whoever is shown something inside them can then ask for what comes later in them.
+    being run. A wrapper has to be there when its module's call begins, so what is around a location gets one with it:
+    whoever is shown something inside a call can then ask for what comes later in it. Around a module are its ancestors
+    and whatever else a recorded pass called it from (vLLM's fused experts call the shared one, which stands beside
+    them).
 
     A module that stands at several paths (rotary embeddings, which vLLM shares between layers) is called once for each:
     only the calls from within a path's own parent are that path's.
@@ -50,6 +52,17 @@ class Hooks:
         self._shared = {path for path, module in modules.items() if times[id(module)] > 1}
         self._wrapped: dict[int, _Wrapped] = {}
         self._operating = False
+        self._around: dict[str, set[str]] = {}
+
+    def learn_order(self, order: Sequence[Key]) -> None:
+        """Learn from a recorded pass from where each module is called."""
+        inside: list[str] = []
+        for path, side in order:
+            if side == "in":
+                self._around.setdefault(path, set()).update(inside)
+                inside.append(path)
+            else:
+                inside.remove(path)
 
     def add(self, key: Key) -> None:
         """Have ``seen`` called whenever the pass comes to ``key``."""
@@ -61,6 +74,8 @@ class Hooks:
         wrapped = self._wrap(path)
         calls = wrapped.calls if operation is None else wrapped.asked.setdefault(operation[1], _Calls())
         parents = [self._wrap(parent) for parent in _parents(path)]
+        for outer in self._around.get(path, ()):
+            self._wrap(outer)
         see = partial(self._seen, key)
         if path in self._shared and parents:
             see = partial(_within, parents[0], see)

@@ -139,6 +139,7 @@ class Session:
                 outputs.learn(key[0], value)
 
         record(modules, self._runner.dummy_forward, note)
+        self._hooks.learn_order(order)
         self.interleaver.learn_order(order)
 
     # Between steps.
