@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from reference import close, reference
 
 from nnsight_async import VLLM
 from nnsight_async.errors import NeverReachedError, OutOfOrderError, OutsideBlockError
+from nnsight_async.worker.skips import Outputs, Skips
 
 PROMPT = "The capital of France is"
 STEPS = 4
@@ -163,3 +165,90 @@ def test_mistakes_are_told_at_once(model: VLLM) -> None:
     assert len(told) == 1
     assert inner[0].shape == (1, 128)
     assert live(model) == 0
+
+
+def test_every_sequence_of_a_prompt_skips_for_itself(model: VLLM) -> None:
+    mlp = model.model.layers[2].mlp
+    with model.trace(PROMPT, temperature=1.0, seed=0, max_tokens=3, n=3, ignore_eos=True) as tracer:
+        outputs = list().save()
+        for _ in tracer.iter[:3]:
+            mlp.skip(torch.zeros_like(mlp.input))
+            outputs.append(mlp.output)
+    assert [[tuple(output.shape) for output in sequence] for sequence in outputs] == [[(5, 64), (1, 64), (1, 64)]] * 3
+    assert all(not output.any() for sequence in outputs for output in sequence)
+    assert live(model) == 0
+
+
+async def test_a_stream_that_is_closed_leaves_its_neighbours_and_nothing_behind(amodel: VLLM) -> None:
+    model = amodel
+    layer = model.model.layers[2]
+
+    async def whole() -> list[Any]:
+        async with model.trace(PROMPT, temperature=0.0, max_tokens=12, ignore_eos=True) as tracer:
+            seen = list().save()
+            for _ in tracer.iter[:12]:
+                seen.append((layer.self_attn.source.rotary_emb_1.output[0].clone(), layer.mlp.output, model.logits))
+        return seen
+
+    async def closed() -> None:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=400, ignore_eos=True) as tracer:
+            norms = list().save()
+            for _ in tracer.all():
+                layer.self_attn.source.rotary_emb_1.output[0][:] = 0
+                layer.mlp.skip(torch.zeros_like(layer.mlp.input))
+                norms.append(model.model.norm(layer.mlp.output).norm().item())
+        async with tracer.backend as stream:
+            async for output in stream:
+                if output.step == 3:
+                    break
+
+    alone = await whole()
+    together, *_ = await asyncio.gather(whole(), closed(), closed())
+    for one, other in zip(alone, together, strict=True):
+        for a, b in zip(one, other, strict=True):
+            close(b, a, 1e-4)
+    for _ in range(50):
+        if await model.live() == 0:
+            break
+        await asyncio.sleep(0.1)
+    assert await model.live() == 0
+
+
+def test_wrappers_are_taken_off_when_nobody_is_left(model: VLLM) -> None:
+    layer = model.model.layers[2]
+
+    def wrapped(model: Any) -> list[str]:
+        return [path for path, module in model.named_modules() if "forward" in vars(module._module)]
+
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        before = wrapped(model).save()
+        layer.self_attn.source.split_1.output[0].sum()
+        during = wrapped(model).save()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        after = wrapped(model).save()
+    assert before == after == []
+    assert "model.layers.2.self_attn" in during
+    assert "model.layers.1.self_attn" not in during
+
+
+def test_an_output_that_nothing_is_known_of_is_replaced_after_the_module_has_run() -> None:
+    """As where the recording failed, or where an output is not one of rows: a wrong shape then fails the block."""
+    mlp = torch.nn.Linear(2, 2)
+    outputs = Outputs({"mlp": mlp})
+    outputs.learn("mlp", torch.ones(1, 2))
+    assert outputs.can_be_made_up("mlp")
+    outputs.learn("mlp", torch.ones(3, 2))
+    assert not outputs.can_be_made_up("mlp")
+
+    failures = list[Exception]()
+    block = SimpleNamespace(request_id="a", fail=failures.append)
+    interleaver: Any = SimpleNamespace(running=block, span=lambda _: (3, 1, 3))
+    skips = Skips(interleaver, outputs)
+    for replacement, rows, failed in ((torch.ones(2, 2), [0.0, 1.0, 1.0], 0), (torch.ones(1, 2), [0.0] * 3, 1)):
+        skips.skip("mlp", replacement)
+        assert skips.instead("mlp", ((torch.ones(3, 2),), {})) is None
+        output = torch.zeros(3, 2)
+        skips.replace("mlp", output)
+        assert output[:, 0].tolist() == rows
+        assert len(failures) == failed
+    assert "mlp.output has shape [2, 2]; its replacement has [1, 2]" in str(failures[0])
