@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from nnsight_async import VLLM
 from nnsight_async.errors import BlockError, OutsideBlockError, UnsupportedError
+from nnsight_async.worker.calls import call
 
 PROMPT = "The capital of France is"
 MODELS = ["qwen3", "qwen2_moe"]
@@ -54,12 +56,14 @@ def test_a_call_leaves_its_arguments_and_the_engine_as_they_were(model: VLLM) ->
         hidden, residual = layer.output
         before, stream = (hidden.clone(), residual.clone()), (hidden + residual).save()
         summed = model.model.norm(hidden, residual)
-        model.model.layers[0].self_attn.rotary_emb(torch.arange(5), torch.ones(5, 128), torch.ones(5, 64))
-        same = (torch.equal(hidden, before[0]) and torch.equal(residual, before[1])).save()
+        query, key = torch.ones(5, 128), torch.ones(5, 64)
+        turned = model.model.layers[0].self_attn.rotary_emb(torch.arange(5), query, key)  # in place, by its nature
+        same = [torch.equal(hidden, before[0]), torch.equal(residual, before[1])].save()
+        same += [torch.equal(query, torch.ones(5, 128)), not torch.equal(turned[0], query)]
         own = model.model.norm(hidden + residual).save()
         normed, total = summed.save()
         after = model.logits.save()
-    assert same is True
+    assert same == [True] * 4
     close(normed, own, 1e-6)
     close(total, stream, 1e-6)
     assert torch.equal(plain, after)
@@ -78,6 +82,27 @@ def test_a_result_is_the_blocks_own_memory(model: VLLM) -> None:
         after = model.logits.save()
     assert torch.equal(kept, last)
     assert torch.equal(plain, after)
+
+
+def test_what_a_module_keeps_is_copied_and_what_it_makes_is_not() -> None:
+    class Keeps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.buffer = torch.ones(3)
+            self.made = 0
+
+        def forward(self, x: torch.Tensor, more: dict[str, list[torch.Tensor]]) -> tuple[Any, ...]:
+            made = x + 1
+            self.made = made.data_ptr()
+            return self.buffer, made, x, more["more"][0].add_(1), None
+
+    module, x, more = Keeps(), torch.zeros(3), torch.zeros(3)
+    buffer, made, same, added, none = call(module, [x], {"more": {"more": [more]}}, nullcontext)
+    assert buffer.data_ptr() != module.buffer.data_ptr()
+    assert made.data_ptr() == module.made
+    assert same.data_ptr() != x.data_ptr()
+    assert none is None
+    assert [int(tensor.sum()) for tensor in (buffer, made, same, added, more)] == [3, 3, 0, 3, 0]
 
 
 async def test_a_call_is_no_visit_for_the_other_blocks_of_the_step(amodel: VLLM) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,7 +32,8 @@ def call(
         output = function(*given, **named)
     del given, named
     held = Counter(tensor.untyped_storage()._cdata for tensor in tensors_of(output))
-    return _map(output, lambda value: _owned(value, held))
+    kept = {id(tensor) for tensor in _kept(function)} if held else set()
+    return _map(output, lambda value: _owned(value, held, kept))
 
 
 def _argument(value: Any) -> Any:
@@ -45,12 +46,25 @@ def _argument(value: Any) -> Any:
     return value
 
 
-def _owned(value: Any, held: Counter[int]) -> Any:
-    """A tensor of the output, copied if anybody but the output holds its memory (a buffer of the module, a weight)."""
+def _owned(value: Any, held: Counter[int], kept: set[int]) -> Any:
+    """A tensor of the output, copied if anybody but the output holds its memory (a buffer of the module, a weight).
+
+    ``kept`` are the module's own tensors: of one that is returned as it is, no use count tells.
+    """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
     storage = value.untyped_storage()
-    return value.clone() if use_count(storage) > held[storage._cdata] + 1 else value
+    shared = id(value) in kept or use_count(storage) > held[storage._cdata] + 1
+    return value.detach().clone() if shared else value
+
+
+def _kept(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a module, or the module that a method is of, holds in its attributes and those below it."""
+    module = getattr(function, "__self__", function)
+    for inner in module.modules() if isinstance(module, torch.nn.Module) else ():
+        yield from inner.parameters(recurse=False)
+        yield from inner.buffers(recurse=False)
+        yield from (value for value in vars(inner).values() if isinstance(value, torch.Tensor))
 
 
 def _map(value: Any, leaf: Callable[[Any], Any]) -> Any:
