@@ -104,8 +104,8 @@ class Hooks:
             return
         wrapped = self._wrap(operation[0])
         wrapped.rewrite()
-        if wrapped.refusal is not None:
-            raise wrapped.refusal
+        if wrapped.refusal:
+            raise UnsupportedError(wrapped.refusal)
         if wrapped.running_plainly:
             raise NeverReachedError(
                 f"{describe(path, 'out')} cannot be reached any more: the module's forward began before anything told "
@@ -150,7 +150,7 @@ class _Wrapped:
         self._rewritten: Callable[..., Any] | None = None
         self.calls = _Calls()
         self.asked: dict[str, _Calls] = {}
-        self.refusal: UnsupportedError | None = None
+        self.refusal = ""  # why its operations cannot be shown
         self.active = 0  # how many of its calls are in progress
         self.running_plainly = False  # whether one is, in the forward as it was written
         module.forward = self
@@ -192,7 +192,7 @@ class _Wrapped:
 
     def rewrite(self) -> None:
         """Have the operations shown in calls that begin from here on; ``refusal`` says why where that cannot be."""
-        if self._rewritten is not None or self.refusal is not None:
+        if self._rewritten is not None or self.refusal:
             return
         try:
             if self._own is not None:
@@ -202,7 +202,7 @@ class _Wrapped:
                 )
             self._rewritten = read_forward(self._module).bind(self._module, self._operate)
         except UnsupportedError as refusal:
-            self.refusal = refusal
+            self.refusal = str(refusal)
 
     def remove(self) -> None:
         """Put the module's own forward back."""
