@@ -26,14 +26,25 @@ WIDTH, INTERMEDIATE, LAYERS = 576, 1536, 30
 
 
 @pytest.fixture
-def run(smol: VLLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+def run(engines: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs a snippet; ``sizes`` puts our model's sizes in the place of the page's."""
+
     def page_model(name: str, **arguments: Any) -> VLLM:
-        assert name == "Qwen/Qwen3-8B"
         assert arguments == {"dispatch": True}
-        return smol
+        return engines.get({"Qwen/Qwen3-8B": "smollm2", "Qwen/Qwen1.5-MoE-A2.7B": "qwen2_moe"}[name], "sync")
+
+    def run_snippet(name: str, sizes: dict[str, str] | None = None) -> dict[str, Any]:
+        path = SNIPPETS / f"{name}.py"
+        if sizes:
+            text, path = path.read_text(), tmp_path / path.name
+            for theirs, ours in sizes.items():
+                assert theirs in text
+                text = text.replace(theirs, ours)
+            path.write_text(text)
+        return runpy.run_path(str(path))
 
     monkeypatch.setattr(nnsight_async, "VLLM", page_model, raising=False)
-    return lambda name: runpy.run_path(str(SNIPPETS / f"{name}.py"))
+    return run_snippet
 
 
 def test_one_location(run: Callable[[str], dict[str, Any]]) -> None:
@@ -77,6 +88,28 @@ def test_many_prompts(run: Callable[[str], dict[str, Any]]) -> None:
         ids = expected.encode(prompt)
         close(rows, expected.hidden_states(ids)[11])
         assert token.tolist() == expected.greedy(ids, 1)
+
+
+def test_fused_projections(run: Callable[..., dict[str, Any]]) -> None:
+    names = run("capture_fused_projections", {"n_heads, n_kv, d = 32, 8, 128": "n_heads, n_kv, d = 9, 3, 64"})
+    expected = reference(Engines.path("smollm2"))
+    at = "model.layers.10."
+    outputs = expected.module_outputs(
+        expected.encode("The capital of France is"), [f"{at}self_attn.v_proj", f"{at}mlp.gate_proj"]
+    )
+    close(names["v"], outputs[f"{at}self_attn.v_proj"])
+    close(names["gate"], outputs[f"{at}mlp.gate_proj"])
+
+
+def test_moe_routing(run: Callable[..., dict[str, Any]]) -> None:
+    names = run("capture_moe_routing", {"layers[10]": "layers[2]"})
+    expected = reference(Engines.path("qwen2_moe"))
+    places = [f"model.layers.2.mlp.{name}" for name in ("gate", "experts", "shared_expert", "shared_expert_gate")]
+    outputs = expected.module_outputs(expected.encode("The capital of France is"), places)
+    gate, experts, shared, weight = (outputs[place] for place in places)
+    close(names["router_logits"], gate)
+    # vLLM's experts are all of the layer's, the shared one with them.
+    close(names["experts_out"], experts + weight.sigmoid() * shared)
 
 
 def test_text(run: Callable[[str], dict[str, Any]]) -> None:

@@ -52,6 +52,10 @@ class ModelFace:
         """Refused: a block runs inside a generation."""
         raise UnsupportedError("model.generate cannot be called inside a block: call it before or after the trace")
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, as for every module that holds an attention layer."""
+        return self._root(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

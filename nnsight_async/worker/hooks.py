@@ -1,133 +1,208 @@
-"""Where a forward pass calls us: hooks on the modules that somebody waits for, and a recording of its order."""
+"""Where a forward pass calls us: wrappers around the modules that somebody waits for, and a recording of its order."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from nnsight_async.errors import NeverReachedError, UnsupportedError
+from nnsight_async.forward import read_forward
+from nnsight_async.tree import describe, split_operation
 from nnsight_async.worker.block import Key
 
-#: Called as ``seen(key, value)`` when the pass comes to a location.
-Seen = Callable[[Key, Any], None]
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """An output that stands for a module's own, so that the module is not run."""
+
+    output: Any
+
+
+#: Called as ``seen(key, value)`` when the pass comes to a location. What it returns for the input of a module, if it
+#: returns anything, stands for that module's output.
+Seen = Callable[[Key, Any], Instead | None]
 
 
 class Hooks:
-    """Hooks on a model's modules, put on one location at a time.
+    """Wrappers around the forward methods of a model's modules, put on for one location at a time.
 
-    Two things need more than the location's own hook. A module whose call has begun without hooks does not look at
-    those it gets meanwhile, so a location's ancestors get theirs with it. And a module that stands at several paths
-    (rotary embeddings, which vLLM shares between layers) is called once for each: only the calls from within a path's
-    own parent are that path's.
+    PyTorch's own hooks would not do. Some vLLM classes call ``forward`` past them, and a hook cannot keep a module from
+    being run. A wrapper has to be there when its module's call begins, so what is around a location gets one with it:
+    whoever is shown something inside a call can then ask for what comes later in it. Around a module are its ancestors
+    and whatever else a recorded pass called it from (vLLM's fused experts call the shared one, which stands beside
+    them).
+
+    A module that stands at several paths (rotary embeddings, which vLLM shares between layers) is called once for each:
+    only the calls from within a path's own parent are that path's.
+
+    While ``quiet()`` says so (a block is running, and what is called is called by it) nothing is seen.
     """
 
-    def __init__(self, modules: dict[str, nn.Module], seen: Seen) -> None:
+    def __init__(self, modules: dict[str, nn.Module], seen: Seen, quiet: Callable[[], bool] = lambda: False) -> None:
         self._modules = modules
         self._seen = seen
-        self._removers: dict[Key, Callable[[], None]] = {}
+        self._quiet = quiet
+        self._added: set[Key] = set()
         times = Counter(map(id, modules.values()))
         self._shared = {path for path, module in modules.items() if times[id(module)] > 1}
-        self._wrapped: dict[str, _Wrapped] = {}
-        self._inside: set[str] = set()  # the parents of shared modules whose call is in progress
-        self._at = ""  # the path of the location being seen
+        self._wrapped: dict[int, _Wrapped] = {}
+        self._operating = False
+        self._around: dict[str, set[str]] = {}
+
+    def learn_order(self, order: Sequence[Key]) -> None:
+        """Learn from a recorded pass from where each module is called."""
+        inside: list[str] = []
+        for path, side in order:
+            if side == "in":
+                self._around.setdefault(path, set()).update(inside)
+                inside.append(path)
+            else:
+                inside.remove(path)
 
     def add(self, key: Key) -> None:
         """Have ``seen`` called whenever the pass comes to ``key``."""
-        if key in self._removers:
+        if key in self._added:
             return
-        path = key[0]
-        parents = _parents(path)
+        self._added.add(key)
+        operation = split_operation(key[0])
+        path = key[0] if operation is None else operation[0]
+        wrapped = self._wrap(path)
+        calls = wrapped.calls if operation is None else wrapped.asked.setdefault(operation[1], _Calls())
+        parents = [self._wrap(parent) for parent in _parents(path)]
+        for outer in self._around.get(path, ()):
+            self._wrap(outer)
+        see = partial(self._seen, key)
         if path in self._shared and parents:
-            if self._at.startswith(f"{parents[0]}."):
-                self._inside.add(parents[0])  # its call has begun, and will not be seen to begin
-            self._put((parents[0], "enter"), partial(self._enter, parents[0]))
-            self._put((parents[0], "leave"), partial(self._leave, parents[0]))
-            self._put(key, partial(self._seen_within, parents[0], key))
-        else:
-            self._put(key, partial(self._see, key))
-        for parent in parents:
-            self.add((parent, "out"))
+            see = partial(_within, parents[0], see)
+        (calls.before if key[1] == "in" else calls.after).append(see)
+
+    def expect_operations(self) -> None:
+        """From here on, have the modules around every location ready to show their operations.
+
+        An operation can only be shown by a forward that was rewritten before it began, and a block may ask for one
+        when it is already inside it.
+        """
+        if not self._operating:
+            self._operating = True
+            for wrapped in self._wrapped.values():
+                wrapped.rewrite()
+
+    def check_operation(self, path: str) -> None:
+        """Raise if an operation cannot be seen.
+
+        Raises:
+            UnsupportedError: the module's forward cannot be rewritten.
+            NeverReachedError: it has begun as it is.
+        """
+        operation = split_operation(path)
+        if operation is None:
+            return
+        wrapped = self._wrap(operation[0])
+        wrapped.rewrite()
+        if wrapped.refusal:
+            raise UnsupportedError(wrapped.refusal)
+        if wrapped.running_plainly:
+            raise NeverReachedError(
+                f"{describe(path, 'out')} cannot be reached any more: the module's forward began before anything told "
+                "that its operations would be read; write `.source` in the block itself, or read an operation of the "
+                "module before anything inside it"
+            )
 
     def clear(self) -> None:
-        """Take all hooks off."""
-        for remove in reversed(self._removers.values()):
-            remove()
-        self._removers.clear()
+        """Take all wrappers off."""
         for wrapped in self._wrapped.values():
             wrapped.remove()
         self._wrapped.clear()
+        self._added.clear()
+        self._operating = False
 
-    def _put(self, key: Key, call: Callable[[Any], None]) -> None:
-        if key in self._removers:
-            return
-        module, before = self._modules[key[0]], key[1] in ("in", "enter")
-        if type(module).__call__ is not nn.Module.__call__:
-            # vLLM's compiled classes call forward themselves when they are not compiled, past the hooks.
-            wrapped = self._wrapped.get(key[0])
-            if wrapped is None:
-                wrapped = self._wrapped[key[0]] = _Wrapped(module)
-            (wrapped.before if before else wrapped.after).append(call)
-            self._removers[key] = _nothing
-        elif before:
-
-            def pre(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                call((args, kwargs))
-
-            self._removers[key] = module.register_forward_pre_hook(pre, with_kwargs=True).remove
-        else:
-
-            def post(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-                call(output)
-
-            self._removers[key] = module.register_forward_hook(post).remove
-
-    def _enter(self, path: str, _value: Any) -> None:
-        self._inside.add(path)
-
-    def _leave(self, path: str, _value: Any) -> None:
-        self._inside.discard(path)
-
-    def _seen_within(self, parent: str, key: Key, value: Any) -> None:
-        if parent in self._inside:
-            self._see(key, value)
-
-    def _see(self, key: Key, value: Any) -> None:
-        self._at = key[0]
-        self._seen(key, value)
-        self._at = ""
+    def _wrap(self, path: str) -> _Wrapped:
+        module = self._modules[path]
+        wrapped = self._wrapped.get(id(module))
+        if wrapped is None:
+            wrapped = self._wrapped[id(module)] = _Wrapped(module, self._quiet)
+            if self._operating:
+                wrapped.rewrite()
+        return wrapped
 
 
-def _nothing() -> None:
-    """A wrapped forward is taken off whole."""
+@dataclass(slots=True)
+class _Calls:
+    """What is called before and after something runs; more may be added while it does."""
 
-
-def _parents(path: str) -> list[str]:
-    """The paths above ``path``, the nearest first, down to ``""``, the model."""
-    names = path.split(".") if path else []
-    return [".".join(names[:count]) for count in range(len(names) - 1, -1, -1)]
+    before: list[Callable[[Any], Instead | None]] = field(default_factory=list)
+    after: list[Callable[[Any], Instead | None]] = field(default_factory=list)
 
 
 class _Wrapped:
-    """A forward method with calls before and after it, which may be added while it runs."""
+    """One module's forward method with our calls around it and, once it is rewritten, around its operations."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, quiet: Callable[[], bool]) -> None:
         self._module = module
-        self._inner = module.forward
+        self._quiet = quiet
+        self._plain = module.forward
         self._own = module.__dict__.get("forward")
-        self.before: list[Callable[[Any], None]] = []
-        self.after: list[Callable[[Any], None]] = []
+        self._rewritten: Callable[..., Any] | None = None
+        self.calls = _Calls()
+        self.asked: dict[str, _Calls] = {}
+        self.refusal = ""  # why its operations cannot be shown
+        self.active = 0  # how many of its calls are in progress
+        self.running_plainly = False  # whether one is, in the forward as it was written
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for call in self.before:
+        if self._quiet():
+            return self._plain(*args, **kwargs)
+        self.active += 1
+        try:
+            instead = None
+            for call in self.calls.before:
+                instead = call((args, kwargs)) or instead
+            output = self._run(args, kwargs) if instead is None else instead.output
+            for call in self.calls.after:
+                call(output)
+        finally:
+            self.active -= 1
+        return output
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._rewritten is not None:
+            return self._rewritten(*args, **kwargs)
+        self.running_plainly = True
+        try:
+            return self._plain(*args, **kwargs)
+        finally:
+            self.running_plainly = False
+
+    def _operate(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        asked = self.asked.get(name)
+        if asked is None or self._quiet():
+            return function(*args, **kwargs)
+        for call in asked.before:
             call((args, kwargs))
-        output = self._inner(*args, **kwargs)
-        for call in self.after:
+        output = function(*args, **kwargs)
+        for call in asked.after:
             call(output)
         return output
+
+    def rewrite(self) -> None:
+        """Have the operations shown in calls that begin from here on; ``refusal`` says why where that cannot be."""
+        if self._rewritten is not None or self.refusal:
+            return
+        try:
+            if self._own is not None:
+                raise UnsupportedError(
+                    f"the operations of this {type(self._module).__name__} cannot be addressed: its forward was "
+                    "replaced when the model was built; read its input and output, or its children"
+                )
+            self._rewritten = read_forward(self._module).bind(self._module, self._operate)
+        except UnsupportedError as refusal:
+            self.refusal = str(refusal)
 
     def remove(self) -> None:
         """Put the module's own forward back."""
@@ -137,10 +212,19 @@ class _Wrapped:
             self._module.forward = self._own
 
 
-def record_order(modules: dict[str, nn.Module], run: Callable[[], None]) -> list[Key]:
-    """The locations that ``run``, one forward pass, comes to, in order."""
-    calls: list[Key] = []
-    hooks = Hooks(modules, lambda key, _: calls.append(key))
+def _within(parent: _Wrapped, see: Callable[[Any], Instead | None], value: Any) -> Instead | None:
+    return see(value) if parent.active else None
+
+
+def _parents(path: str) -> list[str]:
+    """The paths above ``path``, the nearest first, down to ``""``, the model."""
+    names = path.split(".") if path else []
+    return [".".join(names[:count]) for count in range(len(names) - 1, -1, -1)]
+
+
+def record(modules: dict[str, nn.Module], run: Callable[[], None], seen: Callable[[Key, Any], None]) -> None:
+    """Call ``seen`` for every location that ``run``, one forward pass, comes to, in order."""
+    hooks = Hooks(modules, seen)
     try:
         for path in modules:
             hooks.add((path, "in"))
@@ -148,4 +232,3 @@ def record_order(modules: dict[str, nn.Module], run: Callable[[], None]) -> list
         run()
     finally:
         hooks.clear()
-    return calls

@@ -14,7 +14,7 @@ import torch
 
 from nnsight_async.errors import ArgumentError, NeverReachedError, NnsightAsyncError, OutOfOrderError, OutsideBlockError
 from nnsight_async.protocol import BlockState, Entry
-from nnsight_async.tree import Side, describe
+from nnsight_async.tree import describe, split_operation
 from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Visit, Waiting
 from nnsight_async.worker.keep import Shown
 from nnsight_async.worker.rows import Rows, assign, narrow, tensors_of
@@ -196,19 +196,23 @@ class Interleaver:
     # The block's side: called in its greenlet.
 
     @property
+    def busy(self) -> bool:
+        """Whether a block's code is running now: whatever is called then is called by it."""
+        return self._running is not None
+
+    @property
     def running(self) -> Block:
         """The block whose code is running now."""
         if self._running is None:
             raise OutsideBlockError("a location can only be read in a running block")
         return self._running
 
-    def read(self, path: str, side: Side) -> Any:
-        """Wait for a module's location at the block's step and return the request's rows of its value."""
-        return self.wait_for((path, side))
-
-    def write(self, path: str, side: Side, value: Any) -> None:
-        """Replace the request's rows of a module's value."""
-        self.replace((path, side), value)
+    def span(self, block: Block) -> tuple[int, int, int]:
+        """Where a block's rows are at this point of the step: how many rows there are, its first, and its last + 1."""
+        rows = self._rows[block.request_id]
+        if self._in_forward:
+            return self._tokens, rows.start, rows.stop
+        return self._requests, rows.index, rows.index + 1
 
     def wait_for(self, key: Key) -> Any:
         """Wait for ``key`` at the block's step; the same location read again in the same visit is the same object."""
@@ -253,7 +257,8 @@ class Interleaver:
             raise OutOfOrderError(f"{name_of(key)} at step {block.cursor} has passed: the request is at {block.step}")
         if not self._order:
             return
-        at = self._order.get(key)
+        operation = split_operation(key[0])
+        at = self._order.get(key if operation is None else (operation[0], "out"))
         if at is None:
             raise NeverReachedError(
                 f"{name_of(key)} is never reached: the forward pass does not call this module "
@@ -266,7 +271,9 @@ class Interleaver:
             )
 
     def _missed(self, key: Key, block: Block) -> NnsightAsyncError:
-        return NeverReachedError(f"{name_of(key)} was not reached at step {block.step}")
+        operation = split_operation(key[0])
+        why = "" if operation is None else ": the operation was not run, or had run before the block came to ask for it"
+        return NeverReachedError(f"{name_of(key)} was not reached at step {block.step}{why}")
 
     def _here(self) -> str:
         for key, at in self._order.items():
@@ -275,7 +282,17 @@ class Interleaver:
         return "its end"
 
     def _occurrence(self, key: Key) -> int:
-        """Where in the pass this visit of ``key`` is: the next of the places where its module is called."""
+        """Where in the pass this visit of ``key`` is: the next of the places where its module is called.
+
+        An operation is somewhere between its module's input and output; it counts as being at the input.
+        """
+        operation = split_operation(key[0])
+        if operation is not None:
+            calls = zip(
+                self._order.get((operation[0], "in"), []), self._order.get((operation[0], "out"), []), strict=True
+            )
+            entered = next((begin for begin, end in calls if end > self._position), self._position)
+            return max(entered, self._position)
         at = self._order.get(key, [])
         return next((index for index in at if index > self._position), at[-1] if at else self._position)
 

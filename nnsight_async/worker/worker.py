@@ -34,14 +34,16 @@ from nnsight_async.tree import ModuleRef, install_reader
 from nnsight_async.worker.block import Block
 from nnsight_async.worker.controls import Controls
 from nnsight_async.worker.faces import ModelFace, TracerFace
-from nnsight_async.worker.hooks import Hooks, record_order
+from nnsight_async.worker.hooks import Hooks, Instead, record
 from nnsight_async.worker.interleaver import Interleaver
 from nnsight_async.worker.mailbox import Mailbox
 from nnsight_async.worker.mutation import Mutation, find_mutation
+from nnsight_async.worker.reader import WorkerReader, mentions_operations, seen_with_skips
 from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.runners import Runner
 from nnsight_async.worker.runners.v1 import V1Runner
 from nnsight_async.worker.saving import saving_functions
+from nnsight_async.worker.skips import Outputs, Skips
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Base
@@ -124,8 +126,10 @@ class Session:
     def __init__(self, runner: Runner, settings: WorkerSettings, model_config: Any, device: torch.device) -> None:
         self._runner = runner
         modules: dict[str, nn.Module] = dict(runner.model.named_modules(remove_duplicate=False))
-        self._hooks = Hooks(modules, self._seen)
+        self._hooks = Hooks(modules, self._seen, lambda: self.interleaver.busy)
         self.interleaver = Interleaver(self._hooks.add)
+        outputs = Outputs(modules)
+        self._skips = Skips(self.interleaver, outputs)
         self._root = ModuleRef(runner.model)
         self._tokenizer = cache(lambda: _load_tokenizer(model_config))
         self._model = ModelFace(self._root, self.interleaver, self._tokenizer)
@@ -138,16 +142,26 @@ class Session:
         self._vocabulary: int = model_config.get_vocab_size()
         self._result: Any = None  # the RequestOutput that a block is being given
         self._saving = saving_functions(self.interleaver)
-        install_reader(self.interleaver)
+        install_reader(WorkerReader(self.interleaver, self._hooks, self._skips, runner.call_context))
         try:
-            self.interleaver.learn_order(record_order(modules, self._dummy_forward))
+            self._learn(modules, outputs)
         except Exception:  # then a location that is out of order is told at the end of its step, not at once
             logger.warning("the order of the model's forward pass could not be recorded", exc_info=True)
         runner.attach(self)
 
     @torch.inference_mode()
-    def _dummy_forward(self) -> None:
-        self._runner.dummy_forward()
+    def _learn(self, modules: dict[str, nn.Module], outputs: Outputs) -> None:
+        """Run a forward pass of one token, and note in what order it comes to the locations and what they hold."""
+        order: list[tuple[str, str]] = []
+
+        def note(key: tuple[str, str], value: Any) -> None:
+            order.append(key)
+            if key[1] == "out":
+                outputs.learn(key[0], value)
+
+        record(modules, self._runner.dummy_forward, note)
+        self._hooks.learn_order(order)
+        self.interleaver.learn_order(order)
 
     # Between steps.
 
@@ -231,6 +245,7 @@ class Session:
             if blocks[request_id].step >= 0 and place.stop - place.start > 1:
                 # A preempted request computes all its tokens again; only the last is new to its block.
                 traced[request_id] = Rows(place.stop - 1, place.stop, place.index)
+        self._skips.begin()
         self.interleaver.begin(traced, tokens, len(rows))
 
     def after_forward(self) -> None:
@@ -245,8 +260,8 @@ class Session:
         """Show each request its sampled token."""
         self.interleaver.visit_samples(samples)
 
-    def _seen(self, key: tuple[str, str], value: Any) -> None:
-        self.interleaver.visit(key, value)
+    def _seen(self, key: tuple[str, str], value: Any) -> Instead | None:
+        return seen_with_skips(self.interleaver, self._skips, key, value)
 
     # Programs and values.
 
@@ -260,6 +275,8 @@ class Session:
             namespace.update(loads(message.values, self._resolve))
             for early in self._early.pop(request_id, ()):
                 controls.apply(msgspec.msgpack.decode(early, type=Message))
+            if mentions_operations(block.program.code, namespace):
+                self._hooks.expect_operations()
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             block = Block(request_id, *_NO_PROGRAM, namespace, controls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -42,6 +43,9 @@ class Runner(Protocol):
 
     def dummy_forward(self) -> None:
         """Run one forward pass on made-up tokens, and compute the logits."""
+
+    def call_context(self) -> AbstractContextManager[None]:
+        """What has to be around a module that is called outside the forward pass of its step."""
 
     def mark_stops(self, output: Any, stops: dict[str, str]) -> None:
         """Tell the scheduler, through a step's output, which requests end at this step and with what reason."""

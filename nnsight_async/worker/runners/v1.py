@@ -7,14 +7,17 @@ sampler gathers the logprobs after it. All three are replaced on their instances
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.forward_context import set_forward_context
 
 from nnsight_async.engine.scheduler import STOPS_ATTRIBUTE
 from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.runners import StepEvents
+from nnsight_async.worker.runners.layers import NoKeyValues
 
 
 class V1Runner:
@@ -66,6 +69,11 @@ class V1Runner:
         """Run one forward pass of one token, and compute its logits."""
         _, hidden = self._runner._dummy_run(1, skip_eplb=True)
         self._runner.get_model().compute_logits(hidden[:1])
+
+    def call_context(self) -> AbstractContextManager[None]:
+        """What vLLM's layers look for around them, without a KV cache."""
+        context: AbstractContextManager[None] = set_forward_context(NoKeyValues(), self._runner.vllm_config)
+        return context
 
     def mark_stops(self, output: Any, stops: dict[str, str]) -> None:
         """Write the stops on the output that reaches the scheduler (the one inside, where outputs are asynchronous)."""
