@@ -137,10 +137,16 @@ class _Wrapped:
             self._module.forward = self._own
 
 
-def record_order(modules: dict[str, nn.Module], run: Callable[[], None]) -> list[Key]:
-    """The locations that ``run``, one forward pass, comes to, in order."""
+def record_order(modules: dict[str, nn.Module], run: Callable[[], None], see: Seen | None = None) -> list[Key]:
+    """The locations that ``run``, one forward pass, comes to, in order; ``see`` is shown the value of each."""
     calls: list[Key] = []
-    hooks = Hooks(modules, lambda key, _: calls.append(key))
+
+    def seen(key: Key, value: Any) -> None:
+        calls.append(key)
+        if see is not None:
+            see(key, value)
+
+    hooks = Hooks(modules, seen)
     try:
         for path in modules:
             hooks.add((path, "in"))

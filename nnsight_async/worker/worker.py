@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import signal
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import cloudpickle
 import msgspec
 import torch
 from torch import nn
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -33,8 +35,10 @@ from nnsight_async.worker.controls import Controls
 from nnsight_async.worker.faces import ModelFace, TracerFace
 from nnsight_async.worker.hooks import Hooks, record_order
 from nnsight_async.worker.interleaver import Interleaver
+from nnsight_async.worker.layouts import LayoutRecorder
 from nnsight_async.worker.mailbox import Mailbox
 from nnsight_async.worker.mutation import Mutation, find_mutation
+from nnsight_async.worker.ranks import Ranks
 from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.runners import Runner
 from nnsight_async.worker.runners.v1 import V1Runner
@@ -60,7 +64,9 @@ class TracingWorker(_Base):
         times = super().compile_or_warm_up_model()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the engine core: an interrupt is the client's to handle
         settings = msgspec.convert(self.vllm_config.additional_config[CONFIG_KEY], WorkerSettings)
-        self._session = Session(V1Runner(self.model_runner), settings, self.model_config)
+        group = get_tp_group()
+        ranks = Ranks(group, self.device) if group.world_size > 1 else None
+        self._session = Session(V1Runner(self.model_runner), settings, self.model_config, ranks)
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -95,34 +101,50 @@ class TracingWorker(_Base):
     def shutdown(self) -> None:
         """Close the way up, then shut down as vLLM does."""
         if self._session is not None:
-            self._session.mailbox.close()
+            if self._session.mailbox is not None:
+                self._session.mailbox.close()
             self._session = None
         super().shutdown()
 
 
 class Session:
-    """Everything of ours in one worker: the tree, the blocks, the mailbox, and the runner they are attached to."""
+    """Everything of ours in one worker: the tree, the blocks, the mailbox, and the runner they are attached to.
 
-    def __init__(self, runner: Runner, settings: WorkerSettings, model_config: Any) -> None:
+    Every rank of a tensor-parallel engine has a session and runs every block; only rank 0 posts what they save.
+    """
+
+    def __init__(self, runner: Runner, settings: WorkerSettings, model_config: Any, ranks: Ranks | None = None) -> None:
         self._runner = runner
         modules: dict[str, nn.Module] = dict(runner.model.named_modules(remove_duplicate=False))
         self._hooks = Hooks(modules, self._seen)
-        self.interleaver = Interleaver(self._hooks.add)
+        self.interleaver = Interleaver(self._hooks.add, ranks)
         self._root = ModuleRef(runner.model)
         self._tokenizer = cache(lambda: _load_tokenizer(model_config))
         self._model = ModelFace(self._root, self.interleaver, self._tokenizer)
         self._tracer = TracerFace(self.interleaver)
-        self.mailbox = Mailbox(settings.mailbox, self.interleaver, self._reference)
+        posts = ranks is None or ranks.rank == 0
+        self.mailbox = Mailbox(settings.mailbox, self.interleaver, self._reference) if posts else None
         self._vocabulary: int = model_config.get_vocab_size()
         self._result: Any = None  # the RequestOutput that a block is being given
         self._programs: dict[str, tuple[CompiledProgram, Mutation]] = {}
         self._saving = saving_functions(self.interleaver)
         install_reader(self.interleaver)
         try:
-            self.interleaver.learn_order(record_order(modules, self._dummy_forward))
+            self._record(modules, ranks)
         except Exception:  # then a location that is out of order is told at the end of its step, not at once
+            if ranks is not None:  # but shares of values that nothing is known of cannot be put together
+                raise
             logger.warning("the order of the model's forward pass could not be recorded", exc_info=True)
         runner.attach(self)
+
+    def _record(self, modules: dict[str, nn.Module], ranks: Ranks | None) -> None:
+        """Learn, from one forward pass, in what order it comes to the locations and how ranks share their values."""
+        recorder = LayoutRecorder(modules, get_tp_group()) if ranks is not None else None
+        with recorder or nullcontext():
+            order = record_order(modules, self._dummy_forward, recorder.see if recorder is not None else None)
+        self.interleaver.learn_order(order)
+        if ranks is not None and recorder is not None:
+            ranks.learn_layouts(recorder.layouts)
 
     @torch.inference_mode()
     def _dummy_forward(self) -> None:
@@ -152,7 +174,8 @@ class Session:
         blocks = self.interleaver.finish()
         if not blocks:
             return output
-        self.mailbox.post(blocks)
+        if self.mailbox is not None:
+            self.mailbox.post(blocks)
         stops = {block.request_id: reason for block in blocks if (reason := _stop_reason(block)) is not None}
         if stops:
             self._runner.mark_stops(output, stops)
@@ -167,7 +190,8 @@ class Session:
         self._result = cloudpickle.loads(result)
         block = self.interleaver.resolve_result(request_id, self._result)
         if block is not None:
-            self.mailbox.post([block], final=True)
+            if self.mailbox is not None:
+                self.mailbox.post([block], final=True)
             self.interleaver.drop([request_id])
         self._result = None
 
