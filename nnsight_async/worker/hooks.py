@@ -32,7 +32,7 @@ class Hooks:
         self._shared = {path for path, module in modules.items() if times[id(module)] > 1}
         self._wrapped: dict[str, _Wrapped] = {}
         self._inside: set[str] = set()  # the parents of shared modules whose call is in progress
-        self._at = ""  # the path of the location being seen
+        self._at: Key = ("", "")  # the location being seen
 
     def add(self, key: Key) -> None:
         """Have ``seen`` called whenever the pass comes to ``key``."""
@@ -41,7 +41,7 @@ class Hooks:
         path = key[0]
         parents = _parents(path)
         if path in self._shared and parents:
-            if self._at.startswith(f"{parents[0]}."):
+            if self._at[0].startswith(f"{parents[0]}.") or self._at == (parents[0], "in"):
                 self._inside.add(parents[0])  # its call has begun, and will not be seen to begin
             self._put((parents[0], "enter"), partial(self._enter, parents[0]))
             self._put((parents[0], "leave"), partial(self._leave, parents[0]))
@@ -95,9 +95,9 @@ class Hooks:
             self._see(key, value)
 
     def _see(self, key: Key, value: Any) -> None:
-        self._at = key[0]
+        self._at = key
         self._seen(key, value)
-        self._at = ""
+        self._at = ("", "")
 
 
 def _nothing() -> None:
