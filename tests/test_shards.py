@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelL
 
 from nnsight_async.worker.hooks import record_order
 from nnsight_async.worker.layouts import LayoutRecorder
+from nnsight_async.worker.ranks import Gathered
 from nnsight_async.worker.shards import Plain, Segment, Sharded, assemble, column_segments, scatter, settle
 
 HEAD = 4
@@ -86,6 +87,25 @@ def test_summands_add_up_to_what_was_written_and_keep_their_bits_elsewhere() -> 
         assert torch.equal(summand[2, :3], old[2, :3])
 
 
+class _Others:
+    """A group in which all ranks hold what this one holds."""
+
+    world_size = 2
+
+    def all_gather(self, share: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat([share, share], dim)
+
+
+def test_heads_in_the_first_dimension_are_put_together_token_by_token() -> None:
+    share = torch.randn(3 * 2, HEAD)  # three tokens of two heads
+    gathered = Gathered(share, Sharded((Segment(2 * HEAD),), flattened=2), _Others())
+    assert torch.equal(gathered.whole, share.view(3, 2, HEAD).repeat(1, 2, 1).view(12, HEAD))
+    gathered.whole[6] = 7.0  # the second token's third head, which is rank 1's first
+    gathered.put_back(1, 2)
+    assert share[2].tolist() == [7.0] * HEAD
+    assert not (share[[0, 1, 3, 4, 5]] == 7.0).any()
+
+
 # Recording. Two ranks' worth of layers, in one process: only the shapes of rank 0 matter.
 
 
@@ -146,6 +166,7 @@ class _Attention(nn.Module):
         self.qkv_proj = _QKV(8, [8, 4, 4])
         self.norm = nn.LayerNorm(4, elementwise_affine=False)
         self.latent = nn.Identity()
+        self.flat = nn.Identity()
         self.attn = _Launched()
         self.o_proj = _Row(8, 8, group)
 
@@ -153,6 +174,7 @@ class _Attention(nn.Module):
         query, key, other = self.qkv_proj(value)[0].split([8, 4, 4], -1)
         query, key = self.norm(query.view(1, 2, 4)).view(1, 8), self.norm(key.view(1, 1, 4)).view(1, 4)
         self.latent(value + 1)
+        self.flat(query.reshape(-1, 4))
         out: torch.Tensor = self.o_proj(self.attn(query, key, other) * 2)[0]
         return out
 
@@ -220,6 +242,8 @@ def test_what_lies_between_parallel_layers_is_told_from_the_pass() -> None:
         ("attention.qkv_proj", "out"): (fused,),
         ("attention.norm", "in"): (queries,),
         ("attention.norm", "out"): (queries,),
+        ("attention.flat", "in"): (Sharded((Segment(8),), flattened=2),),
+        ("attention.flat", "out"): (Sharded((Segment(8),), flattened=2),),
         ("attention.attn", "in"): (queries, keys, keys),
         ("attention.attn", "out"): (queries,),
         ("attention.o_proj", "in"): (queries,),

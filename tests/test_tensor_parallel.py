@@ -51,10 +51,12 @@ def pair(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Pair]:
 
 @pytest.fixture
 def dense(pair: Pair) -> VLLM:
-    """One of the models at tensor parallel 2, where which one makes no difference."""
-    if pair.name != "qwen3":
-        pytest.skip("runs once, on the dense model")
+    """The dense model at tensor parallel 2, where which model it is makes no difference."""
     return pair.two
+
+
+#: For tests that need one of the models only.
+on_dense = pytest.mark.parametrize("pair", ["qwen3"], indirect=True)
 
 
 def _live_on_every_rank(model: VLLM) -> list[int]:
@@ -99,10 +101,13 @@ def _read(model: VLLM, other_names: bool) -> list[dict[tuple[int, str, str], lis
     return seen
 
 
-@pytest.mark.parametrize("other_names", [False, True], ids=["", "other names"])
-def test_every_location_is_what_a_single_rank_has(pair: Pair, other_names: bool) -> None:
-    if other_names and pair.name != "qwen2_moe":
-        pytest.skip("only the shared experts have two names")
+def test_every_location_is_what_a_single_rank_has(pair: Pair) -> None:
+    _compare(pair, other_names=False)
+    if pair.name == "qwen2_moe":
+        _compare(pair, other_names=True)
+
+
+def _compare(pair: Pair, *, other_names: bool) -> None:
     expected, actual = _read(pair.one, other_names), _read(pair.two, other_names)
     worst, count = 0.0, 0
     for ours, theirs in zip(actual, expected, strict=True):
@@ -251,15 +256,17 @@ def test_the_same_edit_gives_the_same_tokens(pair: Pair) -> None:
         close(torch.nan_to_num(ours, neginf=0), torch.nan_to_num(edited, neginf=0), 1e-4)
 
 
-def test_reading_summands_leaves_them_bit_for_bit(pair: Pair) -> None:
-    if pair.name != "qwen2_moe":
-        pytest.skip("only the shared experts of this model are summands")
-    model = pair.two
+def test_reading_changes_no_bit(pair: Pair) -> None:
+    model, gated = pair.two, pair.name == "qwen2_moe"
     with model.trace(PROMPTS[0], temperature=0.0, max_tokens=1):
         plain = model.logits.save()
     with model.trace(PROMPTS[0], temperature=0.0, max_tokens=1):
         for layer in model.model.layers:
-            layer.mlp.shared_expert.output
+            layer.self_attn.qkv_proj.output
+            layer.self_attn.attn.output
+            mlp = layer.mlp.shared_expert if gated else layer.mlp
+            mlp.act_fn.input
+            mlp.output
         read = model.logits.save()
     assert torch.equal(read, plain)
 
@@ -311,6 +318,7 @@ async def _differs(model: VLLM, how: str) -> None:
                     seen.append(layers[3].output)
 
 
+@on_dense
 @pytest.mark.parametrize(
     "how",
     [
@@ -349,6 +357,7 @@ def _async(model: VLLM) -> VLLM:
     return face
 
 
+@on_dense
 def test_an_error_in_a_block_is_the_one_it_is_on_a_single_rank(dense: VLLM) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         with dense.trace(PROMPTS[0], temperature=0.0, max_tokens=4):
@@ -361,6 +370,7 @@ def test_an_error_in_a_block_is_the_one_it_is_on_a_single_rank(dense: VLLM) -> N
     assert _live_on_every_rank(dense) == [0, 0]
 
 
+@on_dense
 def test_what_cannot_be_sent_ends_the_request_on_every_rank(dense: VLLM) -> None:
     with pytest.raises(BlockError, match="cannot be sent"):
         with dense.trace(PROMPTS[0], temperature=0.0, max_tokens=6, ignore_eos=True) as tracer:
@@ -374,6 +384,7 @@ def test_what_cannot_be_sent_ends_the_request_on_every_rank(dense: VLLM) -> None
     assert _live_on_every_rank(dense) == [0, 0]
 
 
+@on_dense
 def test_a_request_is_stopped_at_its_step(dense: VLLM) -> None:
     with dense.trace(PROMPTS[0], temperature=0.0, max_tokens=20, ignore_eos=True) as tracer:
         ids = list().save()
@@ -388,6 +399,7 @@ def test_a_request_is_stopped_at_its_step(dense: VLLM) -> None:
     assert _live_on_every_rank(dense) == [0, 0]
 
 
+@on_dense
 def test_a_block_goes_on_with_its_result(dense: VLLM) -> None:
     with dense.trace(PROMPTS[0], temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
         count = len(tracer.result.outputs[0].token_ids)
@@ -427,6 +439,7 @@ def test_random_numbers_are_the_same_on_every_rank_and_leave_the_sampler_alone(p
         close(ours, theirs, 1e-4)
 
 
+@on_dense
 def test_ranks_go_on_from_the_token_that_rank_0_has_written(dense: VLLM, pair: Pair) -> None:
     with dense.trace(PROMPTS[0], temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
         logits = list().save()
@@ -450,6 +463,7 @@ def test_ranks_go_on_from_the_token_that_rank_0_has_written(dense: VLLM, pair: P
         close(torch.where(kept, ours, 0), torch.where(kept, theirs, 0), 1e-4)
 
 
+@on_dense
 async def test_many_requests_at_once_and_none_is_left(dense: VLLM) -> None:
     model = _async(dense)
 
@@ -470,6 +484,7 @@ async def test_many_requests_at_once_and_none_is_left(dense: VLLM) -> None:
     assert await model._connection.wait(model._connection.engine.collective_rpc("nnsight_async_live")) == [0, 0]
 
 
+@on_dense
 async def test_a_cancelled_request_leaves_no_block_on_any_rank(dense: VLLM) -> None:
     model = _async(dense)
     with model.trace(PROMPTS[0], temperature=0.0, max_tokens=400, ignore_eos=True) as tracer:

@@ -9,6 +9,7 @@ was seen to fill (a kernel launched by its own means, attention that skips a mad
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -87,7 +88,10 @@ class LayoutRecorder:
     def _layout(self, tensor: torch.Tensor) -> Layout:
         if not tensor.is_floating_point() or tensor.dim() < 2:
             return Plain.WHOLE
-        return self._tags.get(tensor) or Plain.WHOLE
+        layout = self._tags.get(tensor) or Plain.WHOLE
+        if isinstance(layout, Sharded) and tensor.shape[0] > 1:  # of one token
+            return replace(layout, flattened=tensor.shape[0])
+        return layout
 
     def _see_inputs(self, path: str, module: nn.Module, tensors: list[torch.Tensor]) -> None:
         inside = bool(self._calls) and self._calls[-1].between
@@ -238,7 +242,7 @@ def _join(tensor: torch.Tensor, given: Iterable[Layout | None]) -> Layout:
     columns = _columns(tensor)
     for share in shares:
         if sum(segment.width for segment in share.segments) == columns:
-            return share
+            return Sharded(share.segments)
     if shares:
         return _share_of(tensor, [segment for share in shares for segment in share.segments])
     return Plain.PARTIAL if Plain.PARTIAL in given else Plain.WHOLE

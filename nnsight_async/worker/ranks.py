@@ -35,7 +35,7 @@ class Ranks:
         self.count: int = group.world_size
         self._group = group
         self._layouts: Mapping[Key, Layouts] = {}
-        self._gathered: list[_Gathered] = []
+        self._gathered: list[Gathered] = []
         self._logits_shown = False
         self._numbers = _RandomNumbers(device)
 
@@ -84,7 +84,7 @@ class Ranks:
                 # One tensor given twice has to stay one, or what is written to one of the two is lost.
                 same = (item.data_ptr(), item.shape, item.stride())
                 if same not in known:
-                    gathered = _Gathered(item, layout, self._group)
+                    gathered = Gathered(item, layout, self._group)
                     self._gathered.append(gathered)
                     known[same] = gathered.whole
                 return known[same]
@@ -123,17 +123,23 @@ class Ranks:
         return differing
 
 
-class _Gathered:
+class Gathered:
     """A tensor put together from all ranks, and the engine's own tensor that it stands for."""
 
     def __init__(self, own: torch.Tensor, layout: Plain | Sharded, group: Any) -> None:
-        self._own = own
         self._layout = layout
+        self._heads = 0
+        if isinstance(layout, Sharded) and layout.flattened:
+            own = own.unflatten(0, (-1, layout.flattened))
+        self._own = own
         self._before: torch.Tensor | None = None
         if isinstance(layout, Sharded):
             # vLLM's gather puts the ranks' shares one after the other in dimension 1.
             shares = group.all_gather(own.contiguous(), dim=1).unflatten(1, (group.world_size, own.shape[1]))
             self.whole = assemble(shares, layout)
+            if layout.flattened:
+                self._heads = self.whole.shape[1]
+                self.whole = self.whole.flatten(0, 1)
         else:
             self.whole = group.all_reduce(own.clone(memory_format=torch.contiguous_format))
             self._before = self.whole.clone()
@@ -141,7 +147,8 @@ class _Gathered:
     def put_back(self, rank: int, ranks: int) -> None:
         """Write this rank's part of the whole over the engine's tensor."""
         if isinstance(self._layout, Sharded):
-            scatter(self.whole, self._own, self._layout, rank, ranks)
+            whole = self.whole.unflatten(0, (-1, self._heads)) if self._heads else self.whole
+            scatter(whole, self._own, self._layout, rank, ranks)
         else:
             assert self._before is not None
             settle(self.whole, self._before, self._own, rank)

@@ -29,10 +29,12 @@ class Sharded:
     """A share made of segments, one for each part of a fused layer.
 
     Their widths are columns of the share as a matrix ``[tokens, columns]``. A tensor ``[tokens, heads, head size]``
-    splits its heads in the same proportions.
+    splits its heads in the same proportions. ``flattened`` says how many heads a token has in a share
+    ``[tokens * heads, head size]``, and is 0 elsewhere.
     """
 
     segments: tuple[Segment, ...]
+    flattened: int = 0
 
     def along(self, size: int) -> Iterator[Segment]:
         """The segments in units of a share's dimension 1, which has ``size`` of them.
