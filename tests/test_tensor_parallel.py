@@ -467,12 +467,12 @@ def test_ranks_go_on_from_the_token_that_rank_0_has_written(dense: VLLM, pair: P
         for step in tracer.iter[:4]:
             logits.append(dense.logits)
             if step == 2:
-                dense.logits[:, 1000 + _rank()] = 1e4
+                dense.logits[:, 40000 + _rank()] = 1e4
             else:
-                dense.samples[:] = 100 + step + 500 * _rank()
+                dense.samples[:] = 30000 + step + 500 * _rank()  # which rank 1 has the embeddings of
         out = tracer.result.save()
     tokens = list(out.outputs[0].token_ids)
-    assert tokens == [100, 101, 1000, 103]
+    assert tokens == [30000, 30001, 40000, 30003]
     one = pair.one
     with one.trace(PROMPTS[0], temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
         expected = list().save()
