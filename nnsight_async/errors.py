@@ -57,6 +57,10 @@ class HeldViewError(NnsightAsyncError):
     """A block holds a piece of the engine's own memory where it cannot be found and kept safe."""
 
 
+class RanksDifferError(NnsightAsyncError):
+    """A block did not do the same on every rank of a tensor-parallel engine."""
+
+
 class EngineError(NnsightAsyncError):
     """The engine could not start, or has died."""
 

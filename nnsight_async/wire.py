@@ -13,7 +13,7 @@ import io
 import pickle
 import struct
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeGuard
 
 import cloudpickle
 import msgspec
@@ -70,11 +70,9 @@ class _Packer:
 
     def value(self, value: Any) -> Any:
         kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            # Other subclasses, and sparse, quantised and nested tensors, know how to pickle themselves.
-            if value.layout is torch.strided and not value.is_quantized and not value.is_nested:
-                return self.tensor(value)
-        elif kind is float or kind is bool or value is None or kind is bytes:
+        if _is_plain_tensor(value):
+            return self.tensor(value)
+        if kind is float or kind is bool or value is None or kind is bytes:
             return value
         elif kind is int:
             if value in _INT64:
@@ -103,10 +101,15 @@ class _Packer:
         return out.getvalue()
 
     def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
-        if type(obj) in (torch.Tensor, torch.nn.Parameter):
-            packed = self.value(obj)
-            return ("tensor", packed.data) if packed.code == _TENSOR else None
-        return self._reference(obj)
+        return ("tensor", self.tensor(obj).data) if _is_plain_tensor(obj) else self._reference(obj)
+
+
+def _is_plain_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a tensor is its bytes: sparse, quantised and nested ones, and other classes, pickle themselves."""
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        return False
+    assert isinstance(value, torch.Tensor)
+    return value.layout is torch.strided and not value.is_quantized and not value.is_nested
 
 
 def _is_unicode(text: str) -> bool:

@@ -260,6 +260,7 @@ def test_an_exception_between_the_invokes_is_the_callers_own(model: VLLM) -> Non
         ({"enforce_eager": False}, "eager"),
         ({"enable_chunked_prefill": True}, "whole"),
         ({"pipeline_parallel_size": 2}, "one forward pass"),
+        ({"decode_context_parallel_size": 2}, "not gathered"),
         ({"worker_cls": "my.Worker"}, "worker class"),
         ({"speculative_config": {"method": "ngram"}}, "one token"),
     ],

@@ -8,7 +8,7 @@ where its module has a hook, and nothing where it has none: hooks are put on mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -18,6 +18,9 @@ from nnsight_async.tree import describe, split_operation
 from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Visit, Waiting
 from nnsight_async.worker.keep import Shown
 from nnsight_async.worker.rows import Rows, assign, narrow, tensors_of
+
+if TYPE_CHECKING:
+    from nnsight_async.worker.ranks import Ranks
 
 _NOWHERE: Final = -1  # before the first module of a step
 _AT_LOGITS: Final = 1 << 40
@@ -32,11 +35,12 @@ def name_of(key: Key) -> str:
 
 
 class Interleaver:
-    """The blocks of one worker, and who of them waits for what."""
+    """The blocks of one worker, and who of them waits for what. ``ranks`` is None where the worker is the only one."""
 
-    def __init__(self, need_hook: Callable[[Key], None]) -> None:
+    def __init__(self, need_hook: Callable[[Key], None], ranks: Ranks | None = None) -> None:
         self.blocks: dict[str, Block] = {}
         self._need_hook = need_hook
+        self._ranks = ranks
         self._waiting: dict[Key, list[Block]] = {}
         self._running: Block | None = None
         self._rows: dict[str, Rows] = {}
@@ -62,8 +66,10 @@ class Interleaver:
         self._in_forward = True
         self._position = _NOWHERE
         self._waiting.clear()
-        for request_id in rows:
-            block = self.blocks[request_id]
+        step = [self.blocks[request_id] for request_id in rows]
+        before = [block for block in step if block.ended]
+        self._enter()
+        for block in step:
             block.step += 1
             if block.ended:
                 continue
@@ -72,6 +78,7 @@ class Interleaver:
                 self._run(block)
             elif waiting and waiting.key is not None and waiting.step == block.step:
                 self._queue(block, waiting.key)
+        self._leave(step, before)
 
     def end_forward(self) -> None:
         """From here on, what is visited has one row a request: the logits and the modules that compute them."""
@@ -83,6 +90,7 @@ class Interleaver:
         if blocks is None:
             return
         self._position = self._occurrence(key)
+        value = self._enter(key, value)
         tensors = list(tensors_of(value))
         for block in blocks:
             rows = self._rows[block.request_id]
@@ -94,6 +102,7 @@ class Interleaver:
             visit = Visit(key, view, shown)
             del view
             self._run(block, visit)
+        self._leave(blocks)
 
     def visit_logits(self, logits: torch.Tensor) -> None:
         """Edit the logits ``[requests, vocab]`` as messages say, then show each request its own."""
@@ -108,11 +117,15 @@ class Interleaver:
         """
         for block, row in self._controlled(samples):
             block.controls.on_samples(row)
+        if self._ranks is not None:
+            self._ranks.share_draws(samples)
         waiting = self._waiting.get(SAMPLES)
         if not waiting:
             return
         drawn, blocks = samples.clone(), list(waiting)
         self.visit(SAMPLES, samples)
+        if self._ranks is not None:
+            self._ranks.share(samples)
         for block in blocks:
             index = self._rows[block.request_id].index
             row, before = samples[index : index + 1], drawn[index : index + 1]
@@ -133,11 +146,16 @@ class Interleaver:
     def finish(self) -> list[Block]:
         """End the step: blocks that still wait for a location of this step are told; returns the step's blocks."""
         self._position = _AFTER  # a block that goes on from here finds every location of this step passed
+        step = [self.blocks[request_id] for request_id in self._rows]
+        missed = bool(self._waiting)
+        if missed:
+            self._enter()
         while self._waiting:
             key, blocks = self._waiting.popitem()
             for block in blocks:
                 self._throw(block, self._missed(key, block))
-        step = [self.blocks[request_id] for request_id in self._rows]
+        if missed:
+            self._leave(step)
         self._rows = {}
         return step
 
@@ -146,9 +164,11 @@ class Interleaver:
         block = self.blocks.get(request_id)
         if block is not None and block.waiting is not None and block.waiting.result:
             block.result = result
+            self._enter()
             self._run(block, value=result)
             if not block.ended:
                 self._throw(block, RequestOver())
+            self._leave([block])
         return block
 
     def drop(self, request_ids: Iterable[str], *, keep_for_result: bool = False) -> None:
@@ -163,6 +183,24 @@ class Interleaver:
             if block.started and not block.ended:
                 self._throw(block, RequestOver())
             del self.blocks[request_id]
+
+    def _enter(self, key: Key | None = None, value: Any = None) -> Any:
+        """Before blocks run: ``value`` as they are to see it, whole where ranks share it."""
+        return value if self._ranks is None else self._ranks.enter(key, value)
+
+    def _leave(self, blocks: Sequence[Block], over: Sequence[Block] = ()) -> None:
+        """After ``blocks`` have run: what they wrote is put back, and those that ranks differ in are ended.
+
+        Those in ``over`` had ended before, and keep what they ended with.
+        """
+        for block, error in self._ranks.leave(blocks) if self._ranks is not None else ():
+            if block in over:
+                continue
+            waiting = {key: [other for other in queue if other is not block] for key, queue in self._waiting.items()}
+            self._waiting = {key: queue for key, queue in waiting.items() if queue}
+            if block.started and not block.ended:
+                self._throw(block, RequestOver())
+            block.fail(error)
 
     def _run(self, block: Block, visit: Visit | None = None, value: Any = None) -> None:
         before, self._running = self._running, block
@@ -213,6 +251,15 @@ class Interleaver:
         if self._in_forward:
             return self._tokens, rows.start, rows.stop
         return self._requests, rows.index, rows.index + 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether the model is on one rank."""
+        return self._ranks is None
+
+    def splits(self, key: Key) -> bool:
+        """Whether each rank has only its part of a location's value."""
+        return self._ranks is not None and self._ranks.splits(key)
 
     def wait_for(self, key: Key) -> Any:
         """Wait for ``key`` at the block's step; the same location read again in the same visit is the same object."""

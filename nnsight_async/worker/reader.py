@@ -10,12 +10,13 @@ from typing import Any, Final
 
 import torch
 
-from nnsight_async.tree import ModuleRef, Side
+from nnsight_async.errors import UnsupportedError
+from nnsight_async.tree import ModuleRef, Side, describe, split_operation
 from nnsight_async.worker.calls import call
 from nnsight_async.worker.hooks import Hooks, Instead
 from nnsight_async.worker.interleaver import Interleaver
 from nnsight_async.worker.parameters import Parameters
-from nnsight_async.worker.runners.layers import check_callable, true_weight
+from nnsight_async.worker.runners.layers import check_callable, is_split, true_weight
 from nnsight_async.worker.skips import Skips
 
 
@@ -48,6 +49,11 @@ class WorkerReader:
     def skip(self, path: str, replacement: Any) -> None:
         """Have ``replacement`` stand for the request's rows of a module's output."""
         self._check(path)
+        if self._interleaver.splits((path, "out")):
+            raise UnsupportedError(
+                f"{path} cannot be skipped here: each tensor-parallel rank has its own part of its output; replace "
+                "the output instead, which puts every part in its place"
+            )
         self._interleaver.wait_for((path, "in"))
         self._hooks.add((path, "out"))
         self._skips.skip(path, replacement)
@@ -55,11 +61,22 @@ class WorkerReader:
     def call(self, module: ModuleRef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a module on the block's own tensors."""
         check_callable(module._module, module._path)
+        path = module._path
+        if self._interleaver.splits((path, "in")) or self._interleaver.splits((path, "out")):
+            raise UnsupportedError(
+                f"{path} cannot be called here: each tensor-parallel rank has its own part of what goes in and comes "
+                "out; call the module that contains it"
+            )
         return self._call(module._module, args, kwargs)
 
     def attribute(self, module: ModuleRef, name: str, value: Any) -> Any:
         """A parameter as the checkpoint has it and read-only; a method so that calling it is a call by the block."""
         if isinstance(value, torch.Tensor):
+            if not self._interleaver.alone and is_split(module._module):
+                raise UnsupportedError(
+                    f"{module._path}.{name} cannot be read here: each tensor-parallel rank has its own part of it; "
+                    "read it on an engine of one rank, or from the checkpoint"
+                )
             return self._parameters.read(module._module, name, value)
         if name == "forward":
             return module
@@ -72,6 +89,11 @@ class WorkerReader:
         self._hooks.expect_operations()
 
     def _check(self, path: str) -> None:
+        if not self._interleaver.alone and split_operation(path) is not None:
+            raise UnsupportedError(
+                f"{describe(path, 'out')} cannot be read here: the operations inside a module work on each "
+                "tensor-parallel rank's own part; read the module's input or output"
+            )
         self._skips.check(path)
         self._hooks.check_operation(path)
 

@@ -6,6 +6,7 @@ import ast
 import signal
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import cloudpickle
 import msgspec
 import torch
 from torch import nn
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -36,8 +38,10 @@ from nnsight_async.worker.controls import Controls
 from nnsight_async.worker.faces import ModelFace, TracerFace
 from nnsight_async.worker.hooks import Hooks, Instead, record
 from nnsight_async.worker.interleaver import Interleaver
+from nnsight_async.worker.layouts import LayoutRecorder
 from nnsight_async.worker.mailbox import Mailbox
 from nnsight_async.worker.mutation import Mutation, find_mutation
+from nnsight_async.worker.ranks import Ranks
 from nnsight_async.worker.reader import WorkerReader, mentions_operations, seen_with_skips
 from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.runners import Runner
@@ -65,7 +69,9 @@ class TracingWorker(_Base):
         times = super().compile_or_warm_up_model()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the engine core: an interrupt is the client's to handle
         settings = msgspec.convert(self.vllm_config.additional_config[CONFIG_KEY], WorkerSettings)
-        self._session = Session(V1Runner(self.model_runner), settings, self.model_config, self.device)
+        group = get_tp_group()
+        ranks = Ranks(group, self.device) if group.world_size > 1 else None
+        self._session = Session(V1Runner(self.model_runner), settings, self.model_config, self.device, ranks)
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -103,38 +109,53 @@ class TracingWorker(_Base):
     def nnsight_async_trim(self) -> list[int]:
         """Close the segments of shared memory that are not needed; returns their numbers."""
         assert self._session is not None
-        return self._session.mailbox.arena.trim()
+        mailbox = self._session.mailbox
+        return mailbox.arena.trim() if mailbox is not None else []
 
     def nnsight_async_stats(self) -> tuple[int, int, int]:
         """How many blocks the worker holds, bytes of shared memory in use, and the number of its segments."""
         assert self._session is not None
-        arena = self._session.mailbox.arena
-        arena.reclaim()
-        return len(self._session.interleaver.blocks), arena.used, len(arena.segments)
+        live, mailbox = len(self._session.interleaver.blocks), self._session.mailbox
+        if mailbox is None:
+            return live, 0, 0
+        mailbox.arena.reclaim()
+        return live, mailbox.arena.used, len(mailbox.arena.segments)
 
     def shutdown(self) -> None:
         """Close the way up, then shut down as vLLM does."""
         if self._session is not None:
-            self._session.mailbox.close()
+            if self._session.mailbox is not None:
+                self._session.mailbox.close()
             self._session = None
         super().shutdown()
 
 
 class Session:
-    """Everything of ours in one worker: the tree, the blocks, the mailbox, and the runner they are attached to."""
+    """Everything of ours in one worker: the tree, the blocks, the mailbox, and the runner they are attached to.
 
-    def __init__(self, runner: Runner, settings: WorkerSettings, model_config: Any, device: torch.device) -> None:
+    Every rank of a tensor-parallel engine has a session and runs every block; only rank 0 posts what they save.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        settings: WorkerSettings,
+        model_config: Any,
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._runner = runner
         modules: dict[str, nn.Module] = dict(runner.model.named_modules(remove_duplicate=False))
         self._hooks = Hooks(modules, self._seen, lambda: self.interleaver.busy)
-        self.interleaver = Interleaver(self._hooks.add)
+        self.interleaver = Interleaver(self._hooks.add, ranks)
         outputs = Outputs(modules)
         self._skips = Skips(self.interleaver, outputs)
         self._root = ModuleRef(runner.model)
         self._tokenizer = cache(lambda: _load_tokenizer(model_config))
         self._model = ModelFace(self._root, self.interleaver, self._tokenizer)
         self._tracer = TracerFace(self.interleaver)
-        self.mailbox = Mailbox(settings.mailbox, self.interleaver, self._reference, device)
+        posts = ranks is None or ranks.rank == 0
+        self.mailbox = Mailbox(settings.mailbox, self.interleaver, self._reference, device) if posts else None
         self.programs = Programs()
         self._device = device
         self._early: OrderedDict[str, list[bytes]] = OrderedDict()  # messages that came before their requests
@@ -144,24 +165,35 @@ class Session:
         self._saving = saving_functions(self.interleaver)
         install_reader(WorkerReader(self.interleaver, self._hooks, self._skips, runner.call_context))
         try:
-            self._learn(modules, outputs)
+            self._learn(modules, outputs, ranks)
         except Exception:  # then a location that is out of order is told at the end of its step, not at once
+            if ranks is not None:  # but shares of values that nothing is known of cannot be put together
+                raise
             logger.warning("the order of the model's forward pass could not be recorded", exc_info=True)
         runner.attach(self)
 
     @torch.inference_mode()
-    def _learn(self, modules: dict[str, nn.Module], outputs: Outputs) -> None:
-        """Run a forward pass of one token, and note in what order it comes to the locations and what they hold."""
+    def _learn(self, modules: dict[str, nn.Module], outputs: Outputs, ranks: Ranks | None) -> None:
+        """Run a forward pass of one token.
+
+        It tells in what order it comes to the locations, what they hold, and how ranks share that.
+        """
         order: list[tuple[str, str]] = []
+        recorder = LayoutRecorder(modules, get_tp_group()) if ranks is not None else None
 
         def note(key: tuple[str, str], value: Any) -> None:
             order.append(key)
             if key[1] == "out":
                 outputs.learn(key[0], value)
+            if recorder is not None:
+                recorder.see(key, value)
 
-        record(modules, self._runner.dummy_forward, note)
+        with recorder or nullcontext():
+            record(modules, self._runner.dummy_forward, note)
         self._hooks.learn_order(order)
         self.interleaver.learn_order(order)
+        if ranks is not None and recorder is not None:
+            ranks.learn_layouts(recorder.layouts)
 
     # Between steps.
 
@@ -188,7 +220,8 @@ class Session:
         blocks = self.interleaver.finish()
         if not blocks:
             return output
-        self.mailbox.post(blocks)
+        if self.mailbox is not None:
+            self.mailbox.post(blocks)
         stops = {block.request_id: reason for block in blocks if (reason := _stop_reason(block)) is not None}
         if stops:
             self._runner.mark_stops(output, stops)
@@ -203,7 +236,8 @@ class Session:
         self._result = cloudpickle.loads(result)
         block = self.interleaver.resolve_result(request_id, self._result)
         if block is not None:
-            self.mailbox.post([block], final=True)
+            if self.mailbox is not None:
+                self.mailbox.post([block], final=True)
             self.interleaver.drop([request_id])
         self._result = None
 

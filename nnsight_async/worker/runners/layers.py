@@ -7,7 +7,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from nnsight_async.errors import UnsupportedError
@@ -22,6 +23,11 @@ def attention_in(module: nn.Module) -> str | None:
         if isinstance(inner, AttentionLayerBase):
             return str(path)
     return None
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether a tensor-parallel rank has only its part of a module's parameters."""
+    return isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, RoutedExperts))
 
 
 def check_callable(module: nn.Module, path: str) -> None:
