@@ -289,6 +289,8 @@ class _Reading:
     def _is_known(self, method: ast.Attribute) -> bool:
         """Whether a method is known to write nothing, or is to be looked for in a package."""
         name = root_name(method)
+        if method.attr == "skip":
+            return False
         if method.attr in _METHODS or leads_through(method.value, ("tokenizer",)):
             return True
         return name is not None and _is_plain(method) and (name in self._imported or name not in self._bound)

@@ -32,7 +32,12 @@ _CONTAINERS: Final = (list, tuple, set, frozenset, deque)
 
 
 def is_package(value: Any) -> bool:
-    """Whether a value is a module, or a class, whose functions only write where they say so."""
+    """Whether a value is a module, a class or a model of ours whose functions only write where they say so.
+
+    A module of the model's that a block calls works on copies of what it is given.
+    """
+    if _home(type(value)) == "nnsight_async":
+        return True
     if isinstance(value, ModuleType):
         return value.__name__.partition(".")[0] in PURE
     return isinstance(value, type) and _home(value) in PURE

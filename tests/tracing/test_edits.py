@@ -74,6 +74,8 @@ def may_write(text: str) -> bool:
 
 
 READS = [
+    "for layer in model.layers:\n    top = model.logits_processor(model.lm_head, model.model.norm(sum(layer.output))).argmax(-1).save()",
+    "strength = tracer.live('strength', 0.0).save()",
     "pass",
     "token = model.samples.item().save()",
     "hidden, residual = model.layers[3].output\nstream = (hidden + residual).save()",
