@@ -102,6 +102,7 @@ format: setup
 bench: setup models
 	@echo "bench: all benchmarks (many minutes)"
 	@$(PYTHON) -m benchmarks.run
+	@$(PYTHON) -m benchmarks.mailbox
 
 clean:
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .models

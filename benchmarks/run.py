@@ -156,6 +156,11 @@ async def timed(run: Workload) -> float:
     return count / (time.perf_counter() - start)
 
 
+def describe_machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+
+
 def main() -> None:
     """Parse the command line, measure, and write the results where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,9 +174,10 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = uvloop.run(measure(arguments))
     if arguments.json:
-        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
         settings = {"requests": arguments.requests, "tokens": arguments.tokens, "compile": arguments.compile}
-        arguments.json.write_text(json.dumps({"machine": machine, "settings": settings, "results": rows}, indent=1))
+        arguments.json.write_text(
+            json.dumps({"machine": describe_machine(), "settings": settings, "results": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":
