@@ -15,7 +15,12 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from nnsight_async.saving import RESULT, CacheMark
+
 _IMMUTABLE: Final = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+#: What only the client can put a value in the place of.
+_MARKS: Final = (CacheMark, type(RESULT))
 
 
 class Set(msgspec.Struct, array_like=True, tag=0):
@@ -129,6 +134,8 @@ class Shadow:
             return sent is value and not self._mutates
         if isinstance(value, _IMMUTABLE):
             return sent is value or (type(sent) is type(value) and bool(sent == value))
+        if isinstance(value, _MARKS):
+            return sent is value
         if isinstance(value, tuple):
             return type(sent) is type(value) and len(sent) == len(value) and all(map(self._same, sent, value))
         return False  # a set, an array, an object of the user's: nothing tells whether it changed

@@ -118,6 +118,31 @@ class Entry(msgspec.Struct, array_like=True):
     nbytes: int = 0
 
 
+class CachedRows(msgspec.Struct, array_like=True, frozen=True):
+    """One request's part of what was captured in a step: its rows, from ``start`` to before ``stop``."""
+
+    request: str
+    step: int
+    start: int
+    stop: int
+
+
+class Captured(msgspec.Struct, array_like=True):
+    """What ``tracer.cache`` captured in a step, of all requests that have declared the same.
+
+    ``number`` says which of each request's caches it is for. ``requests`` are in the order of their rows; in tensors of
+    one row a request, the first has the first. ``values`` is a list of ``[path, side, one row a request, value]``; the
+    bytes of its tensors are where those of an :class:`Entry` would be.
+    """
+
+    number: int
+    requests: list[CachedRows]
+    values: bytes
+    segment: int = -1
+    offset: int = 0
+    nbytes: int = 0
+
+
 class SegmentOpened(msgspec.Struct, array_like=True, frozen=True):
     """A new segment of shared memory: its number, the file to map, and how many pages it has."""
 
@@ -134,3 +159,4 @@ class Post(msgspec.Struct, array_like=True):
 
     entries: list[Entry]
     opened: list[SegmentOpened] = []
+    captured: list[Captured] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from nnsight_async.errors import OutsideBlockError
+from nnsight_async.errors import OutsideBlockError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -19,6 +19,33 @@ class _Result:
 
 #: Saved in place of ``tracer.result``; the client puts the RequestOutput there.
 RESULT: Final = _Result()
+
+
+class CacheMark:
+    """Stands in a block's saved values for what ``tracer.cache`` has captured, which only the client puts together.
+
+    ``number`` says which of the block's caches it is, ``device`` where its tensors are to be put (empty: on the host).
+    """
+
+    def __init__(self, number: int, device: str = "") -> None:
+        self.number = number
+        self.device = device
+
+    def __repr__(self) -> str:
+        return "<a cache: what it captured is in the caller's variable after the trace>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedError(_UNREAD)
+
+    def __getitem__(self, key: object) -> Any:
+        raise UnsupportedError(_UNREAD)
+
+
+_UNREAD: Final = (
+    "a cache cannot be read in the block: what it captures is put together in the caller; read the locations themselves"
+)
 
 
 class _Installed:

@@ -1,10 +1,10 @@
 """How saved values cross to the client: MessagePack, with the bytes of tensors beside it.
 
-An entry's changes are one MessagePack map. Numbers, strings, lists and dicts are themselves. A tensor is an extension
-that says where its bytes are in the entry's block of tensor bytes, and of what type and shape it is, so its bytes are
-copied once, off the device or out of the block's memory, and are never pickled. Anything else (a tuple, an array, an
-object of the user's) is an extension that holds a pickle; tensors in it are beside the message too, and modules of the
-model travel as their paths.
+An entry's changes are one MessagePack map. Numbers, strings, lists and dicts are themselves; a tuple is an extension
+that holds its items. A tensor is an extension that says where its bytes are in the entry's block of tensor bytes, and
+of what type and shape it is, so its bytes are copied once, off the device or out of the block's memory, and are never
+pickled. Anything else (an array, an object of the user's) is an extension that holds a pickle; tensors in it are beside
+the message too, and modules of the model travel as their paths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeGuard
 
 import cloudpickle
@@ -27,6 +28,8 @@ ALIGN: Final = 64
 
 _TENSOR: Final = 1
 _PICKLE: Final = 2
+_TUPLE: Final = 3
+_ROWS: Final = 4
 _PLACE: Final = struct.Struct("<QBB")  # offset in bytes, type, number of dimensions; the dimensions follow
 _DTYPES: Final = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 _CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -36,6 +39,13 @@ _INT64: Final = range(-(1 << 63), 1 << 63)
 Reference = Callable[[object], "tuple[Any, ...] | None"]
 #: The inverse: finds the object that a reference stands for.
 Resolve = Callable[["tuple[Any, ...]"], object]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOf:
+    """A tensor that holds rows of several requests."""
+
+    tensor: torch.Tensor
 
 
 class Tensors(Protocol):
@@ -49,6 +59,12 @@ def dumps(changes: dict[str, Change], tensors: Tensors, reference: Reference) ->
     """The changes as MessagePack, their tensors put into ``tensors``."""
     packer = _Packer(tensors, reference)
     return _ENCODER.encode({name: packer.change(change) for name, change in changes.items()})
+
+
+def dumps_captured(captured: Sequence[tuple[str, str, bool, Any]], tensors: Tensors) -> bytes:
+    """What was captured at locations, as ``(path, side, one row a request, value)``; see :class:`RowsOf`."""
+    packer = _Packer(tensors, _nothing_travels)
+    return _ENCODER.encode([(path, side, each, packer.value(value)) for path, side, each, value in captured])
 
 
 class _Packer:
@@ -82,6 +98,10 @@ class _Packer:
                 return value
         elif kind is list:
             return [self.value(item) for item in value]
+        elif kind is tuple:
+            return Ext(_TUPLE, _ENCODER.encode([self.value(item) for item in value]))
+        elif kind is RowsOf:
+            return Ext(_ROWS, self.tensor(value.tensor).data)
         elif kind is dict and all(type(key) is str and _is_unicode(key) for key in value):
             return {key: self.value(item) for key, item in value.items()}
         return Ext(_PICKLE, self._pickle(value))
@@ -139,6 +159,7 @@ class Loader:
         self._bytes: Any = None
         self._known: dict[bytes, torch.Tensor] = {}
         self._decoder = msgspec.msgpack.Decoder(dict[str, Change], ext_hook=self._extension)
+        self._list_decoder = msgspec.msgpack.Decoder(list[Any], ext_hook=self._extension)
 
     def load(
         self, data: bytes, tensor_bytes: Any, resolve: Resolve, device: torch.device | None = None
@@ -156,9 +177,22 @@ class Loader:
             self._bytes, self._resolve = None, _resolve_nothing
             self._known.clear()
 
+    def load_captured(self, data: bytes, tensor_bytes: Any) -> list[list[Any]]:
+        """What :func:`dumps_captured` packed; ``tensor_bytes`` as for :meth:`load`."""
+        self._bytes, self._device = tensor_bytes, None
+        try:
+            return self._list_decoder.decode(data)
+        finally:
+            self._bytes = None
+            self._known.clear()
+
     def _extension(self, code: int, data: memoryview) -> object:
         if code == _TENSOR:
             return self._tensor(bytes(data))
+        if code == _ROWS:
+            return RowsOf(self._tensor(bytes(data)))
+        if code == _TUPLE:
+            return tuple(self._list_decoder.decode(data))
         return _Unpickler(io.BytesIO(data), self).load()
 
     def _tensor(self, place: bytes) -> torch.Tensor:
@@ -190,6 +224,10 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: tuple[Any, ...]) -> object:
         return self._loader.persistent(pid)
+
+
+def _nothing_travels(value: object) -> tuple[Any, ...] | None:
+    return None
 
 
 def _resolve_nothing(reference: tuple[Any, ...]) -> object:

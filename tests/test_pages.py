@@ -73,6 +73,15 @@ def test_every_layer(run: Callable[[str], dict[str, Any]]) -> None:
         close(actual, state)
 
 
+def test_a_cache(run: Callable[..., dict[str, Any]]) -> None:
+    names = run("capture_cache", {"range(0, 36, 12)": "range(0, 30, 12)"})
+    expected = reference(Engines.path("smollm2"))
+    paths = [f"model.layers.{number}.mlp" for number in (0, 12, 24)]
+    assert list(names["cache"].keys()) == [f"model.{path}" for path in paths]
+    for path, output in expected.module_outputs(expected.encode("The capital of France is"), paths).items():
+        close(names["cache"][f"model.{path}"].output, output)
+
+
 def test_while_generating(run: Callable[[str], dict[str, Any]]) -> None:
     names = run("capture_while_generating")
     assert len(names["resid"]) == 8

@@ -21,6 +21,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from nnsight_async import changes, wire
+from nnsight_async.client.cache import Cache, Share
 from nnsight_async.client.ledger import Account
 from nnsight_async.client.output import StepOutput
 from nnsight_async.client.stream import CutShort
@@ -33,7 +34,7 @@ from nnsight_async.errors import (
     PromptError,
 )
 from nnsight_async.protocol import STOPPED_BY_TRACER, BlockState, Entry
-from nnsight_async.saving import RESULT
+from nnsight_async.saving import RESULT, CacheMark
 from nnsight_async.tracing import Program
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class SequenceState:
     saves: dict[str, Any] = field(default_factory=dict)
     new: dict[str, Any] = field(default_factory=dict)
     unread: int = 0
+    shares: dict[int, list[Share]] = field(default_factory=dict)
+    captured_bytes: dict[int, int] = field(default_factory=dict)
     state: BlockState | None = None
     where: str = ""
     ended: bool = False
@@ -159,6 +162,10 @@ class Invoke:
         dropped = 0
         for sequence in self.sequences.values():
             dropped += sequence.unread + sum(_size(entry) for entry, _ in sequence.waiting_entries.values())
+            dropped += sum(sequence.captured_bytes.values())
+            sequence.captured_bytes.clear()
+            sequence.saves = self._with_caches(sequence, sequence.step, dict(sequence.saves))
+            sequence.shares.clear()
             sequence.unread = 0
             sequence.waiting_outputs.clear()
             sequence.waiting_entries.clear()
@@ -260,6 +267,20 @@ class Invoke:
         sequence.waiting_entries[entry.step] = (entry, tensor_bytes)
         self._join(sequence)
 
+    def receive_captured(self, request: str, step: int, number: int, share: Share, nbytes: int) -> None:
+        """Take in what was captured for a cache of a sequence in a step, ahead of the step's entry."""
+        if self.over:
+            return
+        sequence = self._by_id[request]
+        assert self._account is not None
+        try:
+            self._account.arrive(nbytes)
+        except MailboxFullError as error:
+            self._fail(error)
+            return
+        sequence.shares.setdefault(number, []).append(share)
+        sequence.captured_bytes[step] = sequence.captured_bytes.get(step, 0) + nbytes
+
     def _join(self, sequence: SequenceState) -> None:
         while sequence.waiting_outputs and not self._over.is_set():
             step, output = sequence.waiting_outputs[0]
@@ -268,7 +289,7 @@ class Invoke:
                     return
                 for passed in range(sequence.step + 1, step + 1):
                     entry, tensor_bytes = sequence.waiting_entries.pop(passed)
-                    sequence.unread += _size(entry)
+                    sequence.unread += _size(entry) + sequence.captured_bytes.pop(passed, 0)
                     self._take(sequence, entry, tensor_bytes)
                     del tensor_bytes
                     if self.error is not None:
@@ -302,8 +323,8 @@ class Invoke:
             invoke=self.number,
             step=step,
             sequence=sequence.index,
-            saves=_without_result(sequence.saves),
-            new=_without_result(sequence.new),
+            saves=self._with_caches(sequence, step, _without_result(sequence.saves)),
+            new=_without_result(sequence.new) | self._newly_captured(sequence, step),
         )
         if completion.finish_reason is not None:
             sequence.ended = True
@@ -314,6 +335,22 @@ class Invoke:
             self._over.set()
         else:
             self._emit_read(sequence, joined)
+
+    def _with_caches(self, sequence: SequenceState, step: int, saves: dict[str, Any]) -> dict[str, Any]:
+        """``saves`` with what was captured up to a step where the block saved a cache."""
+        for name, value in saves.items():
+            if isinstance(value, CacheMark):
+                shares = sequence.shares.get(value.number, [])[: step + 1]
+                saves[name] = Cache(shares, single=self.params.max_tokens == 1, device=value.device)
+        return saves
+
+    def _newly_captured(self, sequence: SequenceState, step: int) -> dict[str, Cache]:
+        """The caches that the block saved, with what this step added to them."""
+        marks = {name: value for name, value in sequence.saves.items() if isinstance(value, CacheMark)}
+        return {
+            name: Cache(sequence.shares.get(mark.number, [])[step : step + 1], single=True, device=mark.device)
+            for name, mark in marks.items()
+        }
 
     def _emit_read(self, sequence: SequenceState, output: StepOutput) -> None:
         """Emit an output; what came with it counts as unread until it is read."""
@@ -349,8 +386,11 @@ class Invoke:
                 self.cut_short.append(CutShort(sequence.where))
             sequence.saves = {name: _with_result(value, result) for name, value in sequence.saves.items()}
         last = self.sequences[self.output.sequence]
+        new = {name: _with_result(value, result) for name, value in last.new.items()}
+        self.output.new = new | self._newly_captured(last, last.step)
+        for sequence in self.sequences.values():
+            sequence.saves = self._with_caches(sequence, sequence.step, sequence.saves)
         self.output.saves = last.saves
-        self.output.new = {name: _with_result(value, result) for name, value in last.new.items()}
         if self.error is not None:
             return
         if self.params.n > 1:

@@ -13,9 +13,10 @@ import zmq
 import zmq.asyncio
 
 from nnsight_async import wire
+from nnsight_async.client.cache import CapturedStep, Share
 from nnsight_async.client.ledger import Ledger
 from nnsight_async.client.segments import Segments
-from nnsight_async.protocol import Entry, Post
+from nnsight_async.protocol import Captured, Entry, Post
 
 
 class Receiver(Protocol):
@@ -23,6 +24,9 @@ class Receiver(Protocol):
 
     def receive(self, entry: Entry, tensor_bytes: Any) -> None:
         """Take in an entry; ``tensor_bytes`` is the buffer of its tensors, None if it has none."""
+
+    def receive_captured(self, request: str, step: int, number: int, share: Share, nbytes: int) -> None:
+        """Take in what was captured for a cache of the request in a step, ahead of the step's entry."""
 
 
 class Mailbox:
@@ -68,6 +72,8 @@ class Mailbox:
             self._folder = None
         for opened in post.opened:
             self.segments.open(opened)
+        for captured in post.captured:
+            self._deliver_captured(captured, inline)
         for entry in post.entries:
             receiver = self.receivers.get(entry.request)
             # Taken in any case, so that its pages are given back: it may be over, or its caller gone away.
@@ -76,7 +82,17 @@ class Mailbox:
                 receiver.receive(entry, tensor_bytes)
             del tensor_bytes
 
-    def _tensor_bytes(self, entry: Entry, inline: zmq.Frame) -> Any:
+    def _deliver_captured(self, captured: Captured, inline: zmq.Frame) -> None:
+        step = CapturedStep(captured.values, self._tensor_bytes(captured, inline))
+        total = max(sum(rows.stop - rows.start for rows in captured.requests), 1)
+        for index, rows in enumerate(captured.requests):
+            receiver = self.receivers.get(rows.request)
+            if receiver is not None:
+                share = Share(step, index, rows.start, rows.stop)
+                nbytes = captured.nbytes * (rows.stop - rows.start) // total
+                receiver.receive_captured(rows.request, rows.step, captured.number, share, nbytes)
+
+    def _tensor_bytes(self, entry: Entry | Captured, inline: zmq.Frame) -> Any:
         if not entry.nbytes:
             return None
         if entry.segment < 0:

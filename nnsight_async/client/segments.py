@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nnsight_async.protocol import Entry, SegmentOpened
+from nnsight_async.protocol import Captured, Entry, SegmentOpened
 from nnsight_async.segments import PAGE, RELEASED, segment_size, table_size
 
 #: Bytes mapped above which memory that nothing shows any more is asked to be freed.
@@ -84,7 +84,7 @@ class Segments:
             if segment is not None:
                 segment.memory.close()
 
-    def take(self, entry: Entry) -> Any:
+    def take(self, entry: Entry | Captured) -> Any:
         """The buffer of an entry's tensors. Its pages are given back when it is gone, and what shows it."""
         segment, page = self._segments[entry.segment], entry.offset
         taken = np.frombuffer(segment.memory, np.uint8, entry.nbytes, segment.base + page * PAGE).view(_Range)

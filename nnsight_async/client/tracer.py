@@ -27,7 +27,7 @@ from nnsight_async.errors import (
     UnsupportedError,
 )
 from nnsight_async.protocol import EDITS_ARG, EXTRA_ARG, Traced
-from nnsight_async.saving import RESULT
+from nnsight_async.saving import RESULT, CacheMark
 from nnsight_async.tracing import (
     BodySkip,
     Program,
@@ -303,6 +303,8 @@ class Tracer:
         kind, *rest = reference
         if kind == "module":
             return self._model._root.at(rest[0])
+        if kind == "cache":
+            return CacheMark(*rest)
         return {"model": self._model, "tracer": self, "result": RESULT}[kind]
 
     # What only a block has.
@@ -320,6 +322,32 @@ class Tracer:
     def result(self) -> NoReturn:
         """In a block: vLLM's ``RequestOutput`` of the finished request."""
         raise OutsideBlockError("tracer.result has a meaning only in a block: save it there")
+
+    def cache(
+        self,
+        modules: Any = None,
+        *,
+        include_inputs: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> NoReturn:
+        """In a block: capture modules' outputs at every step, keyed by their paths; see :class:`.cache.Cache`.
+
+        ``cache = tracer.cache(modules=[...])`` needs no ``save()``: the variable is saved. Nothing of the block runs
+        for it at later steps. What is captured at a location is what blocks have left there.
+
+        Args:
+            modules: module references, paths, or patterns in which ``*`` stands for one name
+                (``"model.layers.*.mlp"``); every module that the forward pass comes to by default.
+            include_inputs: capture what they are called with as well.
+            device: where the captured tensors are put in the caller; the CPU by default.
+            dtype: the type in which floating-point tensors are captured; their own by default.
+
+        Raises:
+            OutOfOrderError: the block has read or edited something before.
+            LocationError: a path or pattern that no module has.
+        """
+        raise OutsideBlockError("tracer.cache() has a meaning only in a block: open it first thing there")
 
     def live(self, name: str, default: Any = None) -> NoReturn:
         """In a block: the value that the caller has last set with ``stream.set(name=value)``, else ``default``.

@@ -26,7 +26,7 @@ _TYPES: Final = (torch.Tensor, list, dict, set, frozenset, tuple, str, bytes, in
 #: Methods that write into no tensor, whichever of these types they are called on.
 _METHODS: Final = (
     frozenset(name for kind in _TYPES for name in dir(kind) if not name.startswith("_"))
-    | {"save", "stop", "all", "at", "named_modules", "live"}
+    | {"save", "stop", "all", "at", "named_modules", "live", "cache"}
 ) - {"data_ptr", "storage", "untyped_storage", "typed_storage", "resize", "resize_as"}
 #: Methods that put their arguments into what they are called on.
 _PUTS: Final = words("append appendleft extend extendleft insert add update setdefault")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import greenlet
 import torch
@@ -18,6 +18,9 @@ from nnsight_async.worker.controls import Controls
 from nnsight_async.worker.keep import Shown
 from nnsight_async.worker.mutation import Mutation
 from nnsight_async.worker.rows import tensors_of
+
+if TYPE_CHECKING:
+    from nnsight_async.worker.caching import CacheSpec
 
 #: A place in a step: a module's path and side, or one of the two places around the sampler.
 Key = tuple[str, str]
@@ -59,8 +62,8 @@ class Block:
     """A program bound to one request.
 
     ``step`` is the request's current step; ``cursor`` the step that the block is reading, which a loop over steps
-    moves. ``namespace`` holds the block's variables, ``saved`` those marked by ``.save()``, and ``cast`` is the type in
-    which floating-point tensors are sent.
+    moves. ``namespace`` holds the block's variables, ``saved`` those marked by ``.save()``, ``caches`` what it has
+    declared to be captured; ``cast`` is the type in which floating-point tensors are sent.
     """
 
     def __init__(
@@ -86,6 +89,8 @@ class Block:
         self.shadow = Shadow()
         self.controls = controls
         self.cast = cast
+        self.caches: list[CacheSpec] = []
+        self.has_waited = False
         self._mutation = mutation
         self.started = False
         self.result: Any = None  # the RequestOutput, once the block has been given it
@@ -99,6 +104,7 @@ class Block:
     def park(self, waiting: Waiting) -> Any:
         """Called in the block: wait, and return what the visit brings."""
         self.waiting = waiting
+        self.has_waited = True
         hub = self._greenlet.parent
         assert hub is not None
         return hub.switch()

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from nnsight_async.errors import NO_BARRIER, ArgumentError, UnsupportedError
+from nnsight_async.saving import CacheMark
 from nnsight_async.tree import ModuleRef
 from nnsight_async.worker.block import LOGITS, SAMPLES, StopRequest
 from nnsight_async.worker.interleaver import Interleaver
@@ -132,6 +135,20 @@ class TracerFace:
     def live(self, name: str, default: Any = None) -> Any:
         """What the caller has last set for ``name`` with ``stream.set``, else ``default``; it changes between steps."""
         return self._interleaver.running.controls.live.get(name, default)
+
+    def cache(
+        self,
+        modules: Any = None,
+        *,
+        include_inputs: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> CacheMark:
+        """Capture modules' outputs at every step; see :meth:`nnsight_async.client.tracer.Tracer.cache`."""
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ArgumentError(f"dtype={dtype!r} is no floating-point type of torch's")
+        where = "" if device is None or torch.device(device).type == "cpu" else str(torch.device(device))
+        return self._interleaver.open_cache(modules, include_inputs=include_inputs, device=where, dtype=dtype)
 
     def stop(self) -> None:
         """End the request at this step and leave the block."""

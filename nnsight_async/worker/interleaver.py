@@ -14,8 +14,10 @@ import torch
 
 from nnsight_async.errors import ArgumentError, NeverReachedError, NnsightAsyncError, OutOfOrderError, OutsideBlockError
 from nnsight_async.protocol import BlockState, Entry
+from nnsight_async.saving import CacheMark
 from nnsight_async.tree import describe, split_operation
 from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Visit, Waiting
+from nnsight_async.worker.caching import CacheSpec, Caching, chosen_paths, open_cache
 from nnsight_async.worker.keep import Shown
 from nnsight_async.worker.rows import Rows, assign, narrow, tensors_of
 
@@ -49,6 +51,7 @@ class Interleaver:
         self._in_forward = False
         self._position = _NOWHERE
         self._order: dict[Key, list[int]] = {}
+        self.caching = Caching()
 
     def learn_order(self, calls: Sequence[Key]) -> None:
         """Take in the order in which a forward pass comes to its locations, as recorded from one."""
@@ -79,6 +82,8 @@ class Interleaver:
             elif waiting and waiting.key is not None and waiting.step == block.step:
                 self._queue(block, waiting.key)
         self._leave(step, before)
+        for key in self.caching.begin(step, self._rows):
+            self._need_hook(key)
 
     def end_forward(self) -> None:
         """From here on, what is visited has one row a request: the logits and the modules that compute them."""
@@ -87,7 +92,11 @@ class Interleaver:
     def visit(self, key: Key, value: Any) -> None:
         """Show a location's value to the blocks that wait for it, each its own rows, one after the other."""
         blocks = self._waiting.pop(key, None)
+        captures = self.caching.wants(key)
         if blocks is None:
+            if captures:
+                self._capture(key, self._enter(key, value))
+                self._leave(())
             return
         self._position = self._occurrence(key)
         value = self._enter(key, value)
@@ -102,7 +111,13 @@ class Interleaver:
             visit = Visit(key, view, shown)
             del view
             self._run(block, visit)
+        if captures:
+            self._capture(key, value)
         self._leave(blocks)
+
+    def _capture(self, key: Key, value: Any) -> None:
+        size = self._tokens if self._in_forward else self._requests
+        self.caching.capture(key, value, size, by_index=not self._in_forward)
 
     def visit_logits(self, logits: torch.Tensor) -> None:
         """Edit the logits ``[requests, vocab]`` as messages say, then show each request its own."""
@@ -342,6 +357,11 @@ class Interleaver:
             return max(entered, self._position)
         at = self._order.get(key, [])
         return next((index for index in at if index > self._position), at[-1] if at else self._position)
+
+    def open_cache(self, modules: Any, *, include_inputs: bool, device: str, dtype: torch.dtype | None) -> CacheMark:
+        """Have the running block's request captured at every step: the outputs of modules, and their inputs."""
+        known = dict.fromkeys(path for path, side in self._order if side == "out")
+        return open_cache(self.running, CacheSpec(chosen_paths(modules, known), include_inputs, dtype), device)
 
     # What a step did.
 

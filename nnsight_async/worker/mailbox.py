@@ -14,10 +14,11 @@ import zmq
 
 from nnsight_async import wire
 from nnsight_async.errors import CaptureError
-from nnsight_async.protocol import Entry, Post, SegmentOpened
+from nnsight_async.protocol import CachedRows, Captured, Entry, Post, SegmentOpened
 from nnsight_async.segments import PAGE
 from nnsight_async.worker.arena import Arena, Segment
 from nnsight_async.worker.block import Block
+from nnsight_async.worker.caching import Group
 from nnsight_async.worker.interleaver import Interleaver
 from nnsight_async.worker.staging import CudaStaging, HostStaging, Piece, Staging
 
@@ -32,7 +33,7 @@ class _Parcel:
     cast: torch.dtype | None
     tensors: list[tuple[int, torch.Tensor, torch.dtype]] = field(default_factory=list)
     nbytes: int = 0
-    entry: Entry | None = None
+    entry: Entry | Captured | None = None
     place: tuple[Segment, int] | None = None
 
     def add(self, tensor: torch.Tensor) -> tuple[int, torch.dtype]:
@@ -71,10 +72,11 @@ class Mailbox:
         self._socket.connect(address)
         self._staging.copy([], partial(self._send, []))  # tells the client that the way is open
 
-    def post(self, blocks: Sequence[Block], *, final: bool = False) -> None:
-        """Send what the blocks saved or changed since their last post."""
+    def post(self, blocks: Sequence[Block], groups: Sequence[Group] = (), *, final: bool = False) -> None:
+        """Send what the blocks saved or changed since their last post, and what was captured for their caches."""
         self.arena.reclaim()
         parcels = [self._parcel(block, final) for block in blocks]
+        parcels += [_captured(group) for group in groups]
         try:
             self._copy(parcels)
         except Exception as error:  # one tensor that cannot be copied: whose it is is not known here
@@ -123,15 +125,18 @@ class Mailbox:
 
     def _send(
         self,
-        parcels: Sequence[tuple[Entry | None, tuple[Segment, int] | None, int]],
+        parcels: Sequence[tuple[Entry | Captured | None, tuple[Segment, int] | None, int]],
         opened: Sequence[SegmentOpened] = (),
     ) -> None:
         """Send a post whose tensors have been copied; on the staging's thread."""
         inline = bytearray()
-        entries = []
+        post = Post([], list(opened))
         for entry, place, nbytes in parcels:
-            assert entry is not None
-            entries.append(entry)
+            if isinstance(entry, Captured):
+                post.captured.append(entry)
+            else:
+                assert entry is not None
+                post.entries.append(entry)
             if place is None:
                 continue
             segment, page = place
@@ -142,8 +147,21 @@ class Mailbox:
                 segment.release(page)
             else:
                 entry.segment, entry.offset, entry.nbytes = segment.number, page, nbytes
-        frames: list[Any] = [self._encoder.encode(Post(entries, list(opened))), inline]
+        frames: list[Any] = [self._encoder.encode(post), inline]
         self._socket.send_multipart(frames, copy=False)
+
+
+def _captured(group: Group) -> _Parcel:
+    """What was captured of a group of requests, with who they are and where their rows are."""
+    parcel = _Parcel(None)
+    requests, start = [], 0
+    for block, rows in zip(group.blocks, group.rows, strict=True):
+        stop = start + rows.stop - rows.start
+        requests.append(CachedRows(block.request_id, block.step, start, stop))
+        start = stop
+    parcel.entry = Captured(group.number, requests, wire.dumps_captured(group.captured, parcel))
+    group.captured = []
+    return parcel
 
 
 def _fail(block: Block, error: BaseException) -> None:

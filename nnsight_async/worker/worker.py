@@ -30,7 +30,7 @@ from nnsight_async.protocol import (
     Traced,
     WorkerSettings,
 )
-from nnsight_async.saving import RESULT
+from nnsight_async.saving import RESULT, CacheMark
 from nnsight_async.tracing import CompiledProgram, Program, compile_program, loads
 from nnsight_async.tree import ModuleRef, install_reader
 from nnsight_async.worker.block import Block
@@ -221,7 +221,7 @@ class Session:
         if not blocks:
             return output
         if self.mailbox is not None:
-            self.mailbox.post(blocks)
+            self.mailbox.post(blocks, self.interleaver.caching.groups)
         stops = {block.request_id: reason for block in blocks if (reason := _stop_reason(block)) is not None}
         if stops:
             self._runner.mark_stops(output, stops)
@@ -335,6 +335,8 @@ class Session:
             return ("module", value._path)
         if value is self._model or value is self._tracer:
             return ("model",) if value is self._model else ("tracer",)
+        if isinstance(value, CacheMark):
+            return ("cache", value.number, value.device)
         if value is RESULT or (value is self._result and value is not None):
             return ("result",)
         return None
