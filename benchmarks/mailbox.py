@@ -27,7 +27,7 @@ import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import uvloop
@@ -52,7 +52,7 @@ class _Block:
     """As much of a block as the worker's mailbox looks at: it has saved one more tensor at every step."""
 
     cast = None
-    saved: dict[str, Any] = {}
+    saved: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor

@@ -146,3 +146,145 @@ def test_streaming_many(gpu: VLLM) -> None:
     thread.start()
     thread.join()
     assert found == [[16] * 64]
+
+
+def _in_a_loop(coroutine: Any) -> Any:
+    """Run a coroutine in a loop of its own, on a thread: pytest's runs in this one."""
+    import threading
+
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(asyncio.run(coroutine))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def _asynchronous(model: VLLM) -> VLLM:
+    import copy
+
+    face = copy.copy(model)
+    face.mode = "async"
+    return face
+
+
+def test_values_of_both_memories_and_of_many_types_arrive_as_they_were(gpu: VLLM) -> None:
+    """What is copied while the model goes on is what it was at the end of its step, whatever the block does next."""
+    model, steps = _asynchronous(gpu), 24
+
+    async def stream() -> list[Any]:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=steps, ignore_eos=True) as tracer:
+            total = torch.zeros(300_000, device="cuda").save()
+            kinds = list().save()
+            for step in tracer.iter[:steps]:
+                model.logits
+                base = torch.arange(5_001, device="cuda") + step
+                kinds.append(
+                    (base, base.to(torch.bfloat16), base.cpu() * 2, base.double(), base[::3], base % 2 == 0, base[:0])
+                )
+                total += 1.0
+        return [output async for output in tracer.backend]
+
+    outputs = _in_a_loop(stream())
+    assert len(outputs) == steps
+    for step, output in enumerate(outputs):
+        assert torch.equal(output.saves["total"], torch.full((300_000,), step + 1.0))
+        assert len(output.saves["kinds"]) == step + 1
+        base = torch.arange(5_001) + step
+        expected = (base, base.to(torch.bfloat16), base * 2, base.double(), base[::3], base % 2 == 0, base[:0])
+        for mine, own in zip(output.saves["kinds"][step], expected, strict=True):
+            assert mine.device.type == "cpu"
+            assert torch.equal(mine, own)
+
+
+def test_much_at_once(gpu: VLLM) -> None:
+    model = gpu
+    with model.trace(PROMPT, temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+        big = list().save()
+        for step in tracer.iter[:4]:
+            model.logits
+            big.append(torch.arange(64 << 20, dtype=torch.int32, device="cuda") + step)
+    for step, values in enumerate(big):
+        assert torch.equal(values, torch.arange(64 << 20, dtype=torch.int32) + step)
+
+
+def test_a_cache_of_every_layer_is_what_blocks_read(gpu: VLLM) -> None:
+    model = gpu
+    with model.trace(temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+        for number in range(6):
+            with tracer.invoke([*PROMPT[number:], 400 + number]):
+                cache = tracer.cache(modules="model.layers.*")
+                read = list().save()
+                for _ in tracer.iter[:4]:
+                    for layer in model.model.layers:
+                        read.append(layer.output)
+    for mine, own in zip(cache, read, strict=True):
+        assert len(mine) == len(model.model.layers)
+        values = iter(own)
+        for step in range(4):
+            for entry in mine.values():
+                hidden, residual = next(values)
+                assert torch.equal(entry[step].output[0], hidden)
+                assert torch.equal(entry[step].output[1], residual)
+
+
+def test_messages_to_a_running_request(gpu: VLLM) -> None:
+    model = _asynchronous(gpu)
+    plain = _greedy(gpu, 40)
+
+    async def act() -> Any:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=400, ignore_eos=True) as tracer:
+            seen = list().save()
+            for _ in tracer.all():
+                direction = tracer.live("direction")
+                seen.append(direction is not None)
+                if direction is not None:
+                    model.model.layers[10].output[0] += direction
+        async with tracer.backend as stream:
+            await anext(stream)
+            set_at = await stream.set(direction=torch.full((4096,), 5.0, dtype=torch.bfloat16))
+            forced_at = await stream.force([500, 600])
+            stopped_at = await stream.stop()
+            return set_at, forced_at, stopped_at, await stream
+
+    set_at, forced_at, stopped_at, last = _in_a_loop(act())
+    tokens = list(last.outputs[0].token_ids)
+    assert tokens[:set_at] == plain[:set_at]
+    assert last.saves["seen"] == [step >= set_at for step in range(stopped_at + 1)]
+    assert len(tokens) == stopped_at + 1
+    if stopped_at > forced_at:
+        assert tokens[forced_at : forced_at + 2] == [500, 600][: stopped_at + 1 - forced_at]
+
+
+def test_modules_called_in_a_block(gpu: VLLM) -> None:
+    model = gpu
+    with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+        lens, own = list().save(), list().save()
+        for _ in tracer.iter[:3]:
+            stream = sum(model.model.layers[-1].output)
+            lens.append(model.logits_processor(model.lm_head, model.model.norm(stream)[-1:]))
+            own.append(model.logits)
+        weight = model.model.layers[0].self_attn.o_proj.weight.save()
+    assert weight.shape == (4096, 4096)
+    for mine, theirs in zip(lens, own, strict=True):
+        scale = theirs.float().abs().max()
+        assert (mine.float() - theirs.float()).abs().max() / scale < 0.02  # bfloat16, the norm fused or not
+
+
+def test_skipping_a_module(gpu: VLLM) -> None:
+    model = gpu
+    with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+        rows = list().save()
+        for _ in tracer.iter[:3]:
+            model.model.layers[4].mlp.skip(torch.zeros_like(model.model.layers[4].mlp.input))
+            rows.append(model.model.layers[4].mlp.output)
+    assert all(int(part.count_nonzero()) == 0 for part in rows)
+    assert [part.shape[0] for part in rows] == [len(PROMPT), 1, 1]
