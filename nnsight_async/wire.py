@@ -73,7 +73,8 @@ class _Packer:
     def __init__(self, tensors: Tensors, reference: Reference) -> None:
         self._tensors = tensors
         self._reference = reference
-        self._known: dict[int, Ext] = {}  # a tensor saved twice is sent once; all of them outlive the packer
+        # A tensor saved twice is sent once. It is kept too, or another could come to have its identity meanwhile.
+        self._known: dict[int, tuple[torch.Tensor, Ext]] = {}
 
     def change(self, change: Change) -> Change:
         match change:
@@ -112,8 +113,8 @@ class _Packer:
             offset, dtype = self._tensors.add(tensor)
             shape = tensor.shape
             place = _PLACE.pack(offset, _CODES[dtype], len(shape)) + struct.pack(f"<{len(shape)}q", *shape)
-            known = self._known[id(tensor)] = Ext(_TENSOR, place)
-        return known
+            known = self._known[id(tensor)] = (tensor, Ext(_TENSOR, place))
+        return known[1]
 
     def _pickle(self, value: Any) -> bytes:
         out = io.BytesIO()
