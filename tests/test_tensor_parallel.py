@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ENGINE, Engines, live
-from reference import close
+from reference import close, relative_error
 
 from nnsight_async import VLLM
 from nnsight_async.errors import BlockError, RanksDifferError, UnsupportedError
@@ -115,7 +115,7 @@ def test_every_location_is_what_a_single_rank_has(pair: Pair) -> None:
 
 def _compare(pair: Pair, which: int) -> None:
     expected, actual = _read(pair.one, which), _read(pair.two, which)
-    worst, count = 0.0, 0
+    errors: dict[tuple[int, str, str], float] = {}
     for ours, theirs in zip(actual, expected, strict=True):
         assert list(ours) == list(theirs)
         assert {step for step, _, _ in ours} == set(range(STEPS))
@@ -124,9 +124,8 @@ def _compare(pair: Pair, which: int) -> None:
             for mine, other in zip(ours[key], tensors, strict=True):
                 assert mine.shape == other.shape, key
                 if other.numel():
-                    worst = max(worst, close(mine, other, 1e-4))
-                    count += 1
-    print(f"{pair.name}: {count} tensors at {len(expected[0])} locations, worst relative difference {worst:.2g}")
+                    errors[key] = max(errors.get(key, 0.0), relative_error(mine, other))
+    assert not {key: error for key, error in errors.items() if not error <= 1e-4}
     paths = {path for _, path, _ in expected[0]}
     assert which or {"model.embed_tokens", "model.layers.3.self_attn.attn", "logits_processor"} <= paths
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -229,6 +230,8 @@ def _layout_by_class(module: nn.Module) -> Layout | None:
         return Plain.PARTIAL
     if isinstance(module, VocabParallelEmbedding) and module.tp_size > 1 and not module.reduce_results:
         return Plain.PARTIAL
+    if isinstance(module, FusedMoEMethodBase):
+        return Plain.PARTIAL if module.moe.tp_size > 1 or module.moe.ep_size > 1 else None
     if isinstance(module, MoERunner) and module.moe_config.skip_final_all_reduce:
         config = module.moe_config
         return Plain.PARTIAL if config.tp_size > 1 or config.ep_size > 1 else None
