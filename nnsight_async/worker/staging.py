@@ -123,7 +123,7 @@ class CudaStaging:
             for piece in run:
                 if piece.offset > end:
                     parts.append(self._padding[: piece.offset - end].view(unit))
-                parts.append(piece.tensor.to(piece.dtype).reshape(-1).view(unit))
+                parts.append(piece.tensor.to(piece.dtype).contiguous().view(-1).view(unit))
                 end = piece.offset + piece.nbytes
         gathered = torch.cat(parts).view(torch.uint8)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
