@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
+#: Seconds without a post after which shared memory that nothing needs is given back.
+_QUIET = 1.0
+
+
 def _close_all() -> None:
     """A process that exits without closing its models leaves no engine behind."""
     for connection in list(_open):
@@ -208,6 +212,12 @@ class Connection:
                 self.loop.loop.call_soon_threadsafe(self._start_trim)
 
     def _start_trim(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            return
+        if loop.time() - self.mailbox.last_post < _QUIET:  # what is free now is what the next posts will use
+            loop.call_later(_QUIET, self._start_trim)
+            return
         task = asyncio.get_running_loop().create_task(self._trim())
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)

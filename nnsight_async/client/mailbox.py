@@ -49,6 +49,7 @@ class Mailbox:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(self.address)
         self._task: asyncio.Task[None] | None = None
+        self.last_post = 0.0  # in the loop's time
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
         """Receive from now on, on the running loop; ``failed`` is told if that ever ends in an error."""
@@ -66,6 +67,7 @@ class Mailbox:
             self._deliver(*await self._socket.recv_multipart(copy=False))
 
     def _deliver(self, header: zmq.Frame, inline: zmq.Frame) -> None:
+        self.last_post = asyncio.get_running_loop().time()
         post = self._decoder.decode(header.buffer)
         if self._folder is not None:
             self._folder.cleanup()
