@@ -128,7 +128,8 @@ def test_a_process_that_is_ended_by_a_signal(tmp_path: Path, number: signal.Sign
     assert children
     process.send_signal(number)
     process.wait(timeout=60)
-    _wait_until_gone(children, segments)
+    _wait_until_gone(children, segments)  # and with them the mailbox's memory, which has no name
+    assert not list(tmp_path.glob("nnsight-async-*"))
 
 
 @pytest.mark.slow
