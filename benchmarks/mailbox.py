@@ -42,7 +42,7 @@ from nnsight_async.client.ledger import Ledger
 from nnsight_async.client.mailbox import Mailbox
 from nnsight_async.protocol import BlockState, Entry
 
-SIZES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+SIZES = [4 << 10, 64 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20, 64 << 20]
 
 
 # Throughput.
@@ -68,6 +68,7 @@ def _send(commands: Any, mailbox: str, plain: str) -> None:
     def entry(block: _Block, changes: bytes, *, final: bool) -> Entry:
         return Entry("benchmark", 0, BlockState.LOOPING, changes)
 
+    torch.set_num_threads(1)  # the receiver is to have a core, and two threads of a copy would take it away
     sender = WorkerMailbox(mailbox, SimpleNamespace(entry=entry), lambda value: None, torch.device("cpu"))  # type: ignore[arg-type]
     socket = zmq.Context.instance().socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -75,8 +76,11 @@ def _send(commands: Any, mailbox: str, plain: str) -> None:
     while (command := commands.recv()) is not None:
         way, size, count = command
         tensor = torch.rand(size // 4)
+        room = 0
         for _ in range(count):
-            commands.recv()  # the receiver is ready for one more: neither way is to be measured filling memory
+            while not room:
+                room = commands.recv()  # how many more the receiver is ready for: nothing is to fill the memory
+            room -= 1
             if way == "mailbox":
                 sender.post([_Block(tensor)])  # type: ignore[list-item]
             else:
@@ -115,9 +119,9 @@ async def throughput(rounds: int) -> list[dict[str, Any]]:
 
     async def run(way: str, size: int, count: int) -> float:
         ours.send((way, size, count))
-        ahead = min(4, count)
-        for _ in range(ahead):
-            ours.send(None)
+        ahead = max(4, min(64, (16 << 20) // size))
+        granted = min(ahead, count)
+        ours.send(granted)
         kept: deque[torch.Tensor] = deque(maxlen=2)  # a consumer that lets go of values as it goes on
         begin = time.perf_counter()
         for number in range(count):
@@ -126,8 +130,10 @@ async def throughput(rounds: int) -> list[dict[str, Any]]:
             else:
                 frame = await socket.recv(copy=False)
                 kept.append(pickle.loads(frame.buffer)["saved"])
-            if number + ahead < count:
-                ours.send(None)
+            more = min(ahead // 2, count - granted)
+            if more and number + 1 + ahead // 2 >= granted:
+                ours.send(more)
+                granted += more
         seconds = time.perf_counter() - begin
         assert kept[-1].numel() == size // 4
         return count * size / seconds

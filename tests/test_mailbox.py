@@ -157,7 +157,7 @@ def test_pages_are_used_again_when_they_are_given_back() -> None:
     for _ in range(2000):
         if held and generator.random() < 0.5:
             segment.release(generator.choice(list(held)))
-            for start in [s for s in held if segment._table[s] == 2]:
+            for start in [s for s in held if segment.memory[s] == 2]:
                 del held[start]
             segment.reclaim()
         else:

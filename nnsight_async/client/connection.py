@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import logging
 import threading
+import time
 import uuid
 import weakref
 from collections import OrderedDict
@@ -215,7 +216,7 @@ class Connection:
         loop = asyncio.get_running_loop()
         if self._closed:
             return
-        if loop.time() - self.mailbox.last_post < _QUIET:  # what is free now is what the next posts will use
+        if time.monotonic() - self.mailbox.last_post < _QUIET:  # what is free now is what the next posts will use
             loop.call_later(_QUIET, self._start_trim)
             return
         task = asyncio.get_running_loop().create_task(self._trim())

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from nnsight_async import wire
 from nnsight_async.client.cache import CapturedStep, Share
 from nnsight_async.client.ledger import Ledger
 from nnsight_async.client.segments import Segments
 from nnsight_async.protocol import Captured, Entry, Post
+
+#: Posts taken out in a row before the loop goes on to something else.
+_AT_ONCE: Final = 16
+
+
+def _nobody_is_told(error: BaseException) -> None:
+    """Before receiving has begun."""
 
 
 class Receiver(Protocol):
@@ -44,30 +51,44 @@ class Mailbox:
         self.ledger = ledger
         self.loader = wire.Loader()
         self._decoder = msgspec.msgpack.Decoder(Post)
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(self.address)
-        self._task: asyncio.Task[None] | None = None
-        self.last_post = 0.0  # in the loop's time
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failed: Callable[[BaseException], None] = _nobody_is_told
+        self.last_post = 0.0
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
         """Receive from now on, on the running loop; ``failed`` is told if that ever ends in an error."""
-        self._task = asyncio.get_running_loop().create_task(self._receive())
+        self._loop = asyncio.get_running_loop()
+        self._failed = failed
+        self._loop.add_reader(self._socket.FD, self._receive)
+        self._receive()
 
-        def ended(task: asyncio.Task[None]) -> None:
-            error = None if task.cancelled() else task.exception()
-            if error is not None:
-                failed(error)
+    def _receive(self) -> None:
+        """Take out what has come; the descriptor tells of new messages only once there are none left."""
+        loop = self._loop
+        if loop is None:
+            return
+        try:
+            for _ in range(_AT_ONCE):
+                self._deliver(*self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            return
+        except Exception as error:
+            self._stop_receiving()
+            self._failed(error)
+            return
+        loop.call_soon(self._receive)  # others on the loop have their turn
 
-        self._task.add_done_callback(ended)
-
-    async def _receive(self) -> None:
-        while True:  # no variable here: it would hold the last post and its request until the next one comes
-            self._deliver(*await self._socket.recv_multipart(copy=False))
+    def _stop_receiving(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.FD)
+            self._loop = None
 
     def _deliver(self, header: zmq.Frame, inline: zmq.Frame) -> None:
-        self.last_post = asyncio.get_running_loop().time()
+        self.last_post = time.monotonic()
         post = self._decoder.decode(header.buffer)
         if self._folder is not None:
             self._folder.cleanup()
@@ -103,8 +124,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Stop receiving and remove the socket; call it on the loop that started it."""
-        if self._task is not None:
-            self._task.cancel()
+        self._stop_receiving()
         self._socket.close(linger=0)
         self._context.term()
         if self._folder is not None:

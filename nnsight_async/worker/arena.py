@@ -10,10 +10,9 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-
 from nnsight_async.segments import FREE, IN_USE, PAGE, RELEASED, pages_of, segment_size, table_size
 
+_RELEASED: Final = bytes([RELEASED])
 #: Pages of a segment, unless one entry needs more.
 _SEGMENT: Final = (64 << 20) // PAGE
 #: Pages that are kept, free, for what comes next, when the client asks to have memory given back.
@@ -34,10 +33,8 @@ class Segment:
         os.ftruncate(self.fd, size)
         self.memory = mmap.mmap(self.fd, size)
         self.base = table_size(pages)
-        self._table = np.frombuffer(self.memory, np.uint8, pages)
         self._given: dict[int, int] = {}  # the pages of each range that the client has, by its first page
         self._free = [(0, pages)]  # sorted, and no two of them touch
-        self._next = 0  # where the last search ended
 
     @property
     def is_free(self) -> bool:
@@ -50,30 +47,30 @@ class Segment:
         return sum(self._given.values())
 
     def allocate(self, pages: int) -> int | None:
-        """The first of so many pages in a row, now in use; None if there are not so many."""
-        count = len(self._free)
-        for index in range(self._next, self._next + count):
-            place = index % count
-            start, stop = self._free[place]
+        """The first of so many pages in a row, now in use; None if there are not so many.
+
+        The lowest are taken: they were used last, and are still in the processor's caches.
+        """
+        for place, (start, stop) in enumerate(self._free):
             if stop - start >= pages:
                 if stop - start == pages:
                     del self._free[place]
                 else:
                     self._free[place] = (start + pages, stop)
-                self._next = place if place < len(self._free) else 0
                 self._given[start] = pages
-                self._table[start] = IN_USE
+                self.memory[start] = IN_USE
                 return start
         return None
 
     def release(self, start: int) -> None:
         """Mark a range as given back, as the client does; from any thread."""
-        self._table[start] = RELEASED
+        self.memory[start] = RELEASED
 
     def reclaim(self) -> None:
         """Take back the pages that have been given back."""
-        for start in np.flatnonzero(self._table == RELEASED).tolist():
-            self._table[start] = FREE
+        start = -1
+        while (start := self.memory.find(_RELEASED, start + 1, self.pages)) >= 0:
+            self.memory[start] = FREE
             self._put_back(start, start + self._given.pop(start))
 
     def _put_back(self, start: int, stop: int) -> None:
@@ -84,7 +81,6 @@ class Segment:
             place -= 1
             start = self._free.pop(place)[0]
         self._free.insert(place, (start, stop))
-        self._next = 0 if self._next >= len(self._free) else self._next
 
     def address(self) -> int:
         """Where its memory begins."""
@@ -94,7 +90,6 @@ class Segment:
         """Free its memory, in the client too, which must show none of it any more."""
         self.memory.madvise(mmap.MADV_REMOVE)
         os.close(self.fd)
-        del self._table
         with contextlib.suppress(BufferError):  # something still shows it: then it goes when that does
             self.memory.close()
 
