@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import cloudpickle
 import torch
 from vllm.exceptions import VLLMClientError
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from nnsight_async import changes, wire
-from nnsight_async.client.cache import Cache, Share
+from nnsight_async.client.cache import Share
 from nnsight_async.client.ledger import Account
 from nnsight_async.client.output import StepOutput
+from nnsight_async.client.sequence import SequenceState
 from nnsight_async.client.stream import CutShort
 from nnsight_async.errors import (
     CaptureError,
@@ -34,42 +33,11 @@ from nnsight_async.errors import (
     PromptError,
 )
 from nnsight_async.protocol import STOPPED_BY_TRACER, BlockState, Entry
-from nnsight_async.saving import RESULT, CacheMark
+from nnsight_async.saving import RESULT
 from nnsight_async.tracing import Program
 
 if TYPE_CHECKING:
     from nnsight_async.client.connection import Connection
-
-
-@dataclass
-class SequenceState:
-    """One of the ``n`` sequences of an invoke, as far as it has come."""
-
-    index: int
-    internal_id: str
-    step: int = -1
-    saves: dict[str, Any] = field(default_factory=dict)
-    new: dict[str, Any] = field(default_factory=dict)
-    unread: int = 0
-    shares: dict[int, list[Share]] = field(default_factory=dict)
-    captured_bytes: dict[int, int] = field(default_factory=dict)
-    state: BlockState | None = None
-    where: str = ""
-    ended: bool = False
-    waiting_outputs: deque[tuple[int, RequestOutput]] = field(default_factory=deque)
-    waiting_entries: dict[int, tuple[Entry, Any]] = field(default_factory=dict)
-    completion: CompletionOutput | None = None
-    final: tuple[Entry, Any] | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether vLLM has finished it, though an entry of its may still be on its way."""
-        return self.completion is not None and self.completion.finish_reason is not None
-
-    @property
-    def wants_result(self) -> bool:
-        """Whether the block waits for the request's result, and has not been given it."""
-        return self.state is BlockState.WANTS_RESULT and self.final is None
 
 
 _CLOSED: Final = "the request was closed before it was over"
@@ -105,6 +73,7 @@ class Invoke:
         self.params = params
         self.program = program
         self.live_names = live_names
+        self._single = params.max_tokens == 1
         self.error: BaseException | None = None
         self.output: StepOutput | None = None
         self.sequences: dict[int, SequenceState] = {}
@@ -164,7 +133,7 @@ class Invoke:
             dropped += sequence.unread + sum(_size(entry) for entry, _ in sequence.waiting_entries.values())
             dropped += sum(sequence.captured_bytes.values())
             sequence.captured_bytes.clear()
-            sequence.saves = self._with_caches(sequence, sequence.step, dict(sequence.saves))
+            sequence.saves = sequence.with_caches(sequence.step, dict(sequence.saves), single=self._single)
             sequence.shares.clear()
             sequence.unread = 0
             sequence.waiting_outputs.clear()
@@ -323,8 +292,8 @@ class Invoke:
             invoke=self.number,
             step=step,
             sequence=sequence.index,
-            saves=self._with_caches(sequence, step, _without_result(sequence.saves)),
-            new=_without_result(sequence.new) | self._newly_captured(sequence, step),
+            saves=sequence.with_caches(step, _without_result(sequence.saves), single=self._single),
+            new=_without_result(sequence.new) | sequence.newly_captured(step),
         )
         if completion.finish_reason is not None:
             sequence.ended = True
@@ -335,22 +304,6 @@ class Invoke:
             self._over.set()
         else:
             self._emit_read(sequence, joined)
-
-    def _with_caches(self, sequence: SequenceState, step: int, saves: dict[str, Any]) -> dict[str, Any]:
-        """``saves`` with what was captured up to a step where the block saved a cache."""
-        for name, value in saves.items():
-            if isinstance(value, CacheMark):
-                shares = sequence.shares.get(value.number, [])[: step + 1]
-                saves[name] = Cache(shares, single=self.params.max_tokens == 1, device=value.device)
-        return saves
-
-    def _newly_captured(self, sequence: SequenceState, step: int) -> dict[str, Cache]:
-        """The caches that the block saved, with what this step added to them."""
-        marks = {name: value for name, value in sequence.saves.items() if isinstance(value, CacheMark)}
-        return {
-            name: Cache(sequence.shares.get(mark.number, [])[step : step + 1], single=True, device=mark.device)
-            for name, mark in marks.items()
-        }
 
     def _emit_read(self, sequence: SequenceState, output: StepOutput) -> None:
         """Emit an output; what came with it counts as unread until it is read."""
@@ -387,9 +340,9 @@ class Invoke:
             sequence.saves = {name: _with_result(value, result) for name, value in sequence.saves.items()}
         last = self.sequences[self.output.sequence]
         new = {name: _with_result(value, result) for name, value in last.new.items()}
-        self.output.new = new | self._newly_captured(last, last.step)
+        self.output.new = new | last.newly_captured(last.step)
         for sequence in self.sequences.values():
-            sequence.saves = self._with_caches(sequence, sequence.step, sequence.saves)
+            sequence.saves = sequence.with_caches(sequence.step, sequence.saves, single=self._single)
         self.output.saves = last.saves
         if self.error is not None:
             return

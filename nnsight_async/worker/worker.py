@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import signal
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,6 @@ from nnsight_async.errors import CaptureError
 from nnsight_async.protocol import (
     CONFIG_KEY,
     EXTRA_ARG,
-    KNOWN_PROGRAMS,
     STOPPED_BY_ERROR,
     STOPPED_BY_TRACER,
     BlockState,
@@ -31,7 +29,7 @@ from nnsight_async.protocol import (
     WorkerSettings,
 )
 from nnsight_async.saving import RESULT, CacheMark
-from nnsight_async.tracing import CompiledProgram, Program, compile_program, loads
+from nnsight_async.tracing import loads
 from nnsight_async.tree import ModuleRef, install_reader
 from nnsight_async.worker.block import Block
 from nnsight_async.worker.controls import Controls
@@ -40,7 +38,7 @@ from nnsight_async.worker.hooks import Hooks, Instead, record
 from nnsight_async.worker.interleaver import Interleaver
 from nnsight_async.worker.layouts import LayoutRecorder
 from nnsight_async.worker.mailbox import Mailbox
-from nnsight_async.worker.mutation import Mutation, find_mutation
+from nnsight_async.worker.programs import NO_PROGRAM, Programs, keep_newest
 from nnsight_async.worker.ranks import Ranks
 from nnsight_async.worker.reader import WorkerReader, mentions_operations, seen_with_skips
 from nnsight_async.worker.rows import Rows
@@ -254,7 +252,7 @@ class Session:
                     steps.append(-1)
                 elif block is None:
                     self._early.setdefault(request_id, []).append(data)
-                    _keep_newest(self._early, _MOST_EARLY)
+                    keep_newest(self._early, _MOST_EARLY)
                     steps.append(0)
                 else:
                     block.controls.apply(msgspec.msgpack.decode(data, type=Message))
@@ -267,7 +265,7 @@ class Session:
         for request_id in request_ids:
             self._ended[request_id] = None
             self._early.pop(request_id, None)
-        _keep_newest(self._ended, _MOST_ENDED)
+        keep_newest(self._ended, _MOST_ENDED)
 
     # In a step; called by the runner's adapter.
 
@@ -313,7 +311,7 @@ class Session:
                 self._hooks.expect_operations()
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            block = Block(request_id, *_NO_PROGRAM, namespace, controls)
+            block = Block(request_id, *NO_PROGRAM, namespace, controls)
             block.fail(CaptureError(f"the block and the values it reads could not be rebuilt in the worker: {text}"))
         namespace.update(self._saving)
         return block
@@ -342,40 +340,6 @@ class Session:
         return None
 
 
-class Programs:
-    """The programs that requests name by their digests, compiled when they are first needed."""
-
-    def __init__(self) -> None:
-        self._encoded: OrderedDict[str, bytes] = OrderedDict()
-        self._compiled: OrderedDict[str, tuple[CompiledProgram, Mutation]] = OrderedDict()
-
-    def add(self, digest: str, encoded: bytes) -> None:
-        """Take in a program as it travels."""
-        self._encoded[digest] = encoded
-        _keep_newest(self._encoded, 8 * KNOWN_PROGRAMS)
-
-    def get(self, digest: str) -> tuple[CompiledProgram, Mutation]:
-        """A program, and what it may change in place.
-
-        Raises:
-            LookupError: it was not sent, or so long ago that it is forgotten.
-        """
-        if digest not in self._encoded:
-            raise LookupError("the block's program is missing; run the trace again")
-        self._encoded.move_to_end(digest)
-        known = self._compiled.get(digest)
-        if known is None:
-            program = msgspec.msgpack.decode(self._encoded[digest], type=Program)
-            known = self._compiled[digest] = (compile_program(program), find_mutation(ast.parse(program.wrapped)))
-            _keep_newest(self._compiled, KNOWN_PROGRAMS)
-        return known
-
-
-def _keep_newest(table: OrderedDict[str, Any], most: int) -> None:
-    while len(table) > most:
-        table.popitem(last=False)
-
-
 def _on_device(value: Any, device: torch.device) -> Any:
     """``value`` with its tensors on ``device``, through lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
@@ -391,13 +355,6 @@ def _on_device(value: Any, device: torch.device) -> Any:
 _MOST_ENDED = 1 << 16
 #: How many requests may have messages before they have come.
 _MOST_EARLY = 1 << 16
-#: Stands in for a program that could not be compiled.
-_NO_PROGRAM = (
-    CompiledProgram(
-        compile("", "<block>", "exec"), Program("", "<block>", 1, "", (), (), (), "", None, 0), frozenset()
-    ),
-    Mutation(False),
-)
 
 
 def _stop_reason(block: Block) -> str | None:
