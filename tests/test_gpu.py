@@ -22,13 +22,17 @@ PROMPT = list(range(100, 120))
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[VLLM]:
+@pytest.fixture(scope="module", params=["V1", "V2"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[VLLM]:
+    """The model on each of vLLM's model runners, one after the other."""
     path = os.environ.get("NNSIGHT_ASYNC_GPU_MODEL")
     if path is None:
         pytest.skip("NNSIGHT_ASYNC_GPU_MODEL names no model")
     arguments: dict[str, Any] = {"load_format": "dummy", "max_model_len": 2048, "gpu_memory_utilization": 0.6}
-    with VLLM(path, dispatch=True, **arguments) as model:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(request.param == "V2")))
+        model = VLLM(path, dispatch=True, **arguments)
+    with model:
         yield model
 
 
@@ -288,3 +292,20 @@ def test_skipping_a_module(gpu: VLLM) -> None:
             rows.append(model.model.layers[4].mlp.output)
     assert all(int(part.count_nonzero()) == 0 for part in rows)
     assert [part.shape[0] for part in rows] == [len(PROMPT), 1, 1]
+
+
+_SEEN: dict[str, tuple[list[int], torch.Tensor]] = {}
+
+
+def test_both_runners_give_the_same(gpu: VLLM, request: pytest.FixtureRequest) -> None:
+    model = gpu
+    with model.trace(PROMPT, temperature=0.0, max_tokens=STEPS, ignore_eos=True) as tracer:
+        stream = list().save()
+        for _ in tracer.iter[:STEPS]:
+            stream.append(sum(model.model.layers[20].output))
+        result = tracer.result.save()
+    _SEEN[request.node.callspec.params["gpu"]] = list(result.outputs[0].token_ids), torch.cat(stream)
+    if len(_SEEN) == 2:
+        (tokens, rows), (others, other_rows) = _SEEN.values()
+        assert tokens == others
+        assert torch.equal(rows, other_rows)

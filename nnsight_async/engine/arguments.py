@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Final
 
 from pydantic import ValidationError
-from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -45,6 +43,7 @@ _REFUSED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "decode_context_parallel_size": (_more_than_one, "heads that ranks share by context are not gathered; use 1"),
     "data_parallel_size": (_more_than_one, "one model drives one engine; start several models instead"),
     "kv_transfer_config": (_given, "rows that another engine computed cannot be read; leave it out"),
+    "enable_batch_sharded_sampling": (bool, "a block sees its logits on every rank; leave it out"),
     "stream_interval": (_more_than_one, "every step is an output of its own; use 1"),
     "runner": (lambda value: value not in ("auto", "generate"), "only generating models can be traced"),
 }
@@ -65,7 +64,6 @@ def build_config(model: str, arguments: dict[str, Any]) -> VllmConfig:
         refused, why = _REFUSED.get(name, (None, ""))
         if refused is not None and refused(value):
             raise UnsupportedError(f"{name}={value!r} contradicts tracing: {why}")
-    _choose_runner()
     given: dict[str, Any] = {"disable_log_stats": True, "enable_chunked_prefill": False, "enforce_eager": True}
     given.update({name: value for name, value in arguments.items() if value is not None or name not in given})
     try:
@@ -89,13 +87,6 @@ def build_config(model: str, arguments: dict[str, Any]) -> VllmConfig:
     asynchronous = config.scheduler_config.async_scheduling
     config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER if asynchronous else _SCHEDULER
     return config
-
-
-def _choose_runner() -> None:
-    """Have vLLM take its V1 model runner: blocks are not yet run in V2, its default on GPUs."""
-    if envs.VLLM_USE_V2_MODEL_RUNNER:
-        raise UnsupportedError("VLLM_USE_V2_MODEL_RUNNER=1 contradicts tracing: blocks run in the V1 runner; unset it")
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 
 def set_worker_settings(config: VllmConfig, settings: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ from nnsight_async.worker.reader import WorkerReader, mentions_operations, seen_
 from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.runners import Runner
 from nnsight_async.worker.runners.v1 import V1Runner
+from nnsight_async.worker.runners.v2 import V2Runner
 from nnsight_async.worker.saving import saving_functions
 from nnsight_async.worker.skips import Outputs, Skips
 
@@ -69,7 +70,9 @@ class TracingWorker(_Base):
         settings = msgspec.convert(self.vllm_config.additional_config[CONFIG_KEY], WorkerSettings)
         group = get_tp_group()
         ranks = Ranks(group, self.device) if group.world_size > 1 else None
-        self._session = Session(V1Runner(self.model_runner), settings, self.model_config, self.device, ranks)
+        v2 = getattr(self, "use_v2_model_runner", False)  # a CPU's worker has V1 only
+        runner: Runner = V2Runner(self.model_runner) if v2 else V1Runner(self.model_runner)
+        self._session = Session(runner, settings, self.model_config, self.device, ranks)
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:

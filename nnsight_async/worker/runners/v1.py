@@ -7,32 +7,18 @@ sampler gathers the logprobs after it. All three are replaced on their instances
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
-from vllm.forward_context import set_forward_context
 
 from nnsight_async.engine.scheduler import STOPS_ATTRIBUTE
 from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.runners import StepEvents
-from nnsight_async.worker.runners.layers import NoKeyValues
+from nnsight_async.worker.runners.base import RunnerBase
 
 
-class V1Runner:
+class V1Runner(RunnerBase):
     """The adapter of one V1 runner."""
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        #: The scheduler's output of the step in progress; None outside one, as in the runner's own dummy runs.
-        self.scheduled: Any = None
-
-    @property
-    def model(self) -> nn.Module:
-        """The model itself."""
-        model: nn.Module = self._runner.get_model()
-        return model
 
     def attach(self, events: StepEvents) -> None:
         """Have ``events`` called at each step from now on."""
@@ -64,16 +50,6 @@ class V1Runner:
         runner._model_forward = traced_forward
         runner._sample = traced_sample
         runner.sampler.sample = traced_draw
-
-    def dummy_forward(self) -> None:
-        """Run one forward pass of one token, and compute its logits."""
-        _, hidden = self._runner._dummy_run(1, skip_eplb=True)
-        self._runner.get_model().compute_logits(hidden[:1])
-
-    def call_context(self) -> AbstractContextManager[None]:
-        """What vLLM's layers look for around them, without a KV cache."""
-        context: AbstractContextManager[None] = set_forward_context(NoKeyValues(), self._runner.vllm_config)
-        return context
 
     def mark_stops(self, output: Any, stops: dict[str, str]) -> None:
         """Write the stops on the output that reaches the scheduler (the one inside, where outputs are asynchronous)."""

@@ -1,0 +1,36 @@
+"""What vLLM's two model runners have in common."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from vllm.forward_context import set_forward_context
+
+from nnsight_async.worker.runners.layers import NoKeyValues
+
+
+class RunnerBase:
+    """An adapter's common part. ``runner`` is vLLM's own."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        #: The scheduler's output of the step in progress; None outside one, as in the runner's own dummy runs.
+        self.scheduled: Any = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself."""
+        model: nn.Module = self._runner.get_model()
+        return model
+
+    def dummy_forward(self) -> None:
+        """Run one forward pass of one token, and compute its logits."""
+        _, hidden = self._runner._dummy_run(1, skip_eplb=True)
+        self._runner.get_model().compute_logits(hidden[:1])
+
+    def call_context(self) -> AbstractContextManager[None]:
+        """What vLLM's layers look for around them, without a KV cache."""
+        context: AbstractContextManager[None] = set_forward_context(NoKeyValues(), self._runner.vllm_config)
+        return context
