@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
@@ -14,6 +14,7 @@ from nnsight_async.client.generate import generate
 from nnsight_async.client.ledger import DEFAULT_LIMIT
 from nnsight_async.client.map import Map
 from nnsight_async.client.sampling import check_settings, split_prompts
+from nnsight_async.client.tiers import find_taps
 from nnsight_async.client.tracer import Tracer
 from nnsight_async.engine.arguments import build_config
 from nnsight_async.engine.meta import build_meta_model
@@ -39,12 +40,18 @@ class VLLM:
             request whose caller is too slow for its share is ended with a :class:`MailboxFullError`; the others and the
             engine never wait for it. What has been taken out of a stream, and what a trace that is waited for gathers,
             does not count.
+        graphs: ``"auto"``: on a GPU steps run in CUDA graphs and compiled code wherever blocks let them, see
+            :meth:`tier_stats`; ``"off"``: all steps are run by Python, which a CPU's always are. It starts faster.
+        taps: sets of locations that graphs are captured for when the engine starts, each a location
+            (``"model.layers.10.output"``), a pattern (``"model.layers.*.output"``) or a collection of those. Others get
+            theirs when they are first read often enough; any location can be read in any case.
         engine_arguments: vLLM's own engine arguments (``dtype``, ``max_model_len``, ``gpu_memory_utilization``, ...),
             passed on untouched.
 
     Raises:
         ArgumentError: an argument that vLLM does not have.
         UnsupportedError: an engine argument that contradicts what tracing needs; the message says why.
+        LocationError: ``taps`` names what the model does not have.
         EngineError: with ``dispatch=True`` in sync mode, the engine could not start.
 
     Example::
@@ -61,6 +68,8 @@ class VLLM:
         mode: Literal["sync", "async"] = "sync",
         dispatch: bool = False,
         mailbox_bytes: int = DEFAULT_LIMIT,
+        graphs: Literal["auto", "off"] = "auto",
+        taps: Sequence[str | Iterable[str]] = (),
         **engine_arguments: Any,
     ) -> None:
         if mode not in ("sync", "async"):
@@ -68,11 +77,13 @@ class VLLM:
         if mailbox_bytes < 1:
             raise ArgumentError(f"mailbox_bytes is a number of bytes, at least 1, not {mailbox_bytes!r}")
         self.mode = mode
-        self._config = build_config(model, engine_arguments)
-        self._root = ModuleRef(build_meta_model(self._config))
+        self._config = build_config(model, engine_arguments, graphs)
+        tree = build_meta_model(self._config)
+        self._root = ModuleRef(tree)
+        found = find_taps(taps, (path for path, _ in tree.named_modules(remove_duplicate=False)))
         self._loaded_tokenizer: Any = None
         log_stats = engine_arguments.get("disable_log_stats") is False
-        self._connection = Connection(self._config, log_stats=log_stats, mailbox_bytes=mailbox_bytes)
+        self._connection = Connection(self._config, log_stats=log_stats, mailbox_bytes=mailbox_bytes, taps=found)
         weakref.finalize(self, self._connection.close).atexit = False  # a model that is collected frees its engine
         if dispatch:
             if mode == "sync":
@@ -203,6 +214,19 @@ class VLLM:
     async def stats(self) -> Stats:
         """What the model's traced requests take up at this moment."""
         return await self._connection.wait(self._connection.stats())
+
+    def tier_stats(self) -> Any:
+        """How the engine's steps were run so far: in whole graphs, in graphs with breaks, or eagerly.
+
+        Returns:
+            A :class:`~nnsight_async.client.tiers.TierStats`; in async mode an awaitable of one.
+
+        Raises:
+            EngineError: the engine could not start.
+            ClosedError: the model is closed.
+        """
+        work = self._connection.tier_stats()
+        return self._connection.call(work) if self.mode == "sync" else self._connection.wait(work)
 
     def close(self) -> None:
         """Abort what is running and shut the engine down. Closing twice does nothing."""

@@ -34,10 +34,29 @@ STOPPED_BY_ERROR: Final = "tracer.error"
 class WorkerSettings(msgspec.Struct, frozen=True):
     """What the client tells the worker when it starts.
 
-    ``mailbox`` is the ZeroMQ address at which the client takes posts in.
+    ``mailbox`` is the ZeroMQ address at which the client takes posts in. ``taps`` are sets of locations, each a
+    module's path and side, for which graphs are captured at the start.
     """
 
     mailbox: str
+    taps: list[list[tuple[str, str]]] = []
+
+
+class TierCounts(msgspec.Struct):
+    """How a worker's steps were run; see :class:`nnsight_async.client.connection.TierStats`.
+
+    ``graphs`` are the tapped graphs: the locations at which they break, and for how many tokens there is one.
+    """
+
+    whole: int = 0
+    plain: int = 0
+    tapped: int = 0
+    eager: int = 0
+    again: int = 0
+    captured: int = 0
+    capture_seconds: float = 0.0
+    refused: int = 0
+    graphs: list[tuple[list[tuple[str, str]], list[int]]] = []
 
 
 class Traced(msgspec.Struct, frozen=True):

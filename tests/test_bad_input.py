@@ -257,7 +257,7 @@ def test_an_exception_between_the_invokes_is_the_callers_own(model: VLLM) -> Non
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"enforce_eager": False}, "eager"),
+        ({"enforce_eager": False}, "no graphs here"),
         ({"enable_chunked_prefill": True}, "whole"),
         ({"pipeline_parallel_size": 2}, "one forward pass"),
         ({"decode_context_parallel_size": 2}, "not gathered"),

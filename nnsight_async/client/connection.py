@@ -25,10 +25,11 @@ from nnsight_async.client.invoke import Invoke
 from nnsight_async.client.ledger import Ledger
 from nnsight_async.client.loop import LoopThread
 from nnsight_async.client.mailbox import Mailbox
+from nnsight_async.client.tiers import TierStats, tier_stats
 from nnsight_async.engine.arguments import set_worker_settings
 from nnsight_async.engine.start import Sink, render_prompt, settle, start_engine, stop_engine
 from nnsight_async.errors import ArgumentError, ClosedError, EngineError, NnsightAsyncError
-from nnsight_async.protocol import KNOWN_PROGRAMS, Message, WorkerSettings
+from nnsight_async.protocol import KNOWN_PROGRAMS, Message, TierCounts, WorkerSettings
 from nnsight_async.tracing import Program
 
 T = TypeVar("T")
@@ -68,10 +69,13 @@ class Stats:
 class Connection:
     """One engine on one background event loop. What is not said to be for any thread runs on that loop."""
 
-    def __init__(self, config: VllmConfig, *, log_stats: bool, mailbox_bytes: int) -> None:
+    def __init__(
+        self, config: VllmConfig, *, log_stats: bool, mailbox_bytes: int, taps: list[list[tuple[str, str]]]
+    ) -> None:
         self.loop = LoopThread("nnsight-async-engine")
         self._config = config
         self._log_stats = log_stats
+        self._taps = taps
         self._starting: asyncio.Task[None] | None = None
         self._engine: AsyncLLM | None = None
         self._sinks: dict[str, Sink] = {}
@@ -116,7 +120,7 @@ class Connection:
 
     async def _start(self) -> None:
         self._mailbox = Mailbox(self.ledger, self._memory_is_idle)
-        set_worker_settings(self._config, msgspec.to_builtins(WorkerSettings(self._mailbox.address)))
+        set_worker_settings(self._config, msgspec.to_builtins(WorkerSettings(self._mailbox.address, self._taps)))
         try:
             self._engine, self._sinks = start_engine(self._config, log_stats=self._log_stats)
         except Exception as error:
@@ -239,6 +243,11 @@ class Connection:
             return Stats()
         live, shared, segments = (await self.engine.collective_rpc("nnsight_async_stats"))[0]
         return Stats(live, self.ledger.unread, shared, segments)
+
+    async def tier_stats(self) -> TierStats:
+        """How the steps so far were run; starts the engine."""
+        await self.ready()
+        return tier_stats(msgspec.convert((await self.engine.collective_rpc("nnsight_async_tiers"))[0], TierCounts))
 
     # From any thread.
 

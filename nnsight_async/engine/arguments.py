@@ -10,6 +10,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 from vllm.config import CompilationMode, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from nnsight_async.errors import ArgumentError, EngineError, UnsupportedError
 from nnsight_async.protocol import CONFIG_KEY
@@ -31,10 +32,6 @@ def _given(value: Any) -> bool:
 _REFUSED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "worker_cls": (lambda value: value != "auto", "the block runs in a worker class of ours; leave it out"),
     "scheduler_cls": (_given, "tracer.stop() ends a request in a scheduler class of ours; leave it out"),
-    "enforce_eager": (
-        lambda value: value is False,
-        "a block runs between the modules of an eager forward; leave it out",
-    ),
     "enable_chunked_prefill": (bool, "a block sees a prompt's rows whole, in one step; leave it out"),
     "long_prefill_token_threshold": (bool, "a block sees a prompt's rows whole, in one step; leave it out"),
     "speculative_config": (_given, "a block's step is one token, and speculation draws several; leave it out"),
@@ -49,8 +46,13 @@ _REFUSED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
 }
 
 
-def build_config(model: str, arguments: dict[str, Any]) -> VllmConfig:
+def build_config(model: str, arguments: dict[str, Any], graphs: str = "auto") -> VllmConfig:
     """vLLM's configuration of an engine that can be traced.
+
+    Args:
+        model: the model's name or folder.
+        arguments: vLLM's engine arguments.
+        graphs: ``"auto"`` leaves compiled code and CUDA graphs to vLLM; ``"off"`` does without, as a CPU always does.
 
     Raises:
         ArgumentError: an argument that vLLM does not have, or one that contradicts what tracing needs.
@@ -64,7 +66,17 @@ def build_config(model: str, arguments: dict[str, Any]) -> VllmConfig:
         refused, why = _REFUSED.get(name, (None, ""))
         if refused is not None and refused(value):
             raise UnsupportedError(f"{name}={value!r} contradicts tracing: {why}")
-    given: dict[str, Any] = {"disable_log_stats": True, "enable_chunked_prefill": False, "enforce_eager": True}
+    if graphs not in ("auto", "off"):
+        raise ArgumentError(f'graphs is "auto" or "off", not {graphs!r}')
+    has_graphs = graphs == "auto" and current_platform.is_cuda_alike()
+    if arguments.get("enforce_eager") is False and not has_graphs:
+        why = 'graphs="off" asks for it' if graphs == "off" else "there are no graphs here, and blocks need Python"
+        raise UnsupportedError(f"enforce_eager=False contradicts tracing: {why}; leave it out")
+    given: dict[str, Any] = {
+        "disable_log_stats": True,
+        "enable_chunked_prefill": False,
+        "enforce_eager": not has_graphs,
+    }
     given.update({name: value for name, value in arguments.items() if value is not None or name not in given})
     try:
         config = AsyncEngineArgs(model=model, **given).create_engine_config()
@@ -73,7 +85,7 @@ def build_config(model: str, arguments: dict[str, Any]) -> VllmConfig:
         raise EngineError(f"vLLM cannot serve {model!r} like this: {told}") from error
     except Exception as error:
         raise EngineError(f"vLLM cannot serve {model!r} like this: {error}") from error
-    if config.compilation_config.mode not in (None, CompilationMode.NONE):
+    if not has_graphs and config.compilation_config.mode not in (None, CompilationMode.NONE):
         raise UnsupportedError("compilation_config asks for compiled code, which no block can run in; leave it out")
     if config.model_config.runner_type != "generate":
         raise UnsupportedError(f"{model} is a {config.model_config.runner_type} model; only generating ones are traced")

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 import vllm.distributed.parallel_state as parallel_state
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -24,6 +24,7 @@ def build_meta_model(config: VllmConfig) -> nn.Module:
     """The engine's model class, built as on a single device, every tensor on the meta device."""
     # Attention layers register themselves in the config they are built from, so it gets a copy.
     own = copy.deepcopy(config)
+    own.compilation_config.mode = CompilationMode.NONE  # nothing is going to run it
     with (
         _single_rank(),
         _own_rotary_embeddings(),

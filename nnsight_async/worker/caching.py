@@ -98,6 +98,10 @@ class Caching:
                 self._by_key.setdefault(key, []).append(group)
         return list(self._by_key)
 
+    def locations(self) -> Iterable[Key]:
+        """Where something is captured in this step."""
+        return self._by_key
+
     def wants(self, key: Key) -> bool:
         """Whether anything is captured at a location in this step."""
         return key in self._by_key

@@ -18,6 +18,7 @@ from nnsight_async.saving import CacheMark
 from nnsight_async.tree import describe, split_operation
 from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Visit, Waiting
 from nnsight_async.worker.caching import CacheSpec, Caching, chosen_paths, open_cache
+from nnsight_async.worker.journal import Journal
 from nnsight_async.worker.keep import Shown
 from nnsight_async.worker.rows import Rows, assign, narrow, tensors_of
 
@@ -28,6 +29,8 @@ _NOWHERE: Final = -1  # before the first module of a step
 _AT_LOGITS: Final = 1 << 40
 _AT_SAMPLES: Final = _AT_LOGITS + 1
 _AFTER: Final = _AT_SAMPLES + 1
+#: The output of the model itself.
+_PASS_ENDS: Final[Key] = ("", "out")
 
 
 def name_of(key: Key) -> str:
@@ -51,6 +54,10 @@ class Interleaver:
         self._in_forward = False
         self._position = _NOWHERE
         self._order: dict[Key, list[int]] = {}
+        self._end = _AT_LOGITS  # where the forward pass ends in the order, and computing the logits begins
+        self._journal = Journal()
+        self._noting = False  # whether the pass in progress is one that may have to be run again
+        self._again = False  # whether it is being run again
         self.caching = Caching()
 
     def learn_order(self, calls: Sequence[Key]) -> None:
@@ -58,6 +65,7 @@ class Interleaver:
         self._order = {LOGITS: [_AT_LOGITS], SAMPLES: [_AT_SAMPLES]}
         for index, key in enumerate(calls):
             self._order.setdefault(key, []).append(index)
+        self._end = self._order.get(_PASS_ENDS, [_AT_LOGITS])[-1]
 
     # The forward thread's side: begin, visit, finish.
 
@@ -68,12 +76,14 @@ class Interleaver:
         self._requests = requests
         self._in_forward = True
         self._position = _NOWHERE
+        self._noting = self._again = False
         self._waiting.clear()
         step = [self.blocks[request_id] for request_id in rows]
         before = [block for block in step if block.ended]
         self._enter()
-        for block in step:
+        for block, place in zip(step, rows.values(), strict=True):
             block.step += 1
+            block.places = block.taps.decode if place.stop - place.start == 1 else block.taps.prefill
             if block.ended:
                 continue
             waiting = block.waiting
@@ -85,15 +95,56 @@ class Interleaver:
         for key in self.caching.begin(step, self._rows):
             self._need_hook(key)
 
+    def wanted(self) -> frozenset[Key] | None:
+        """The locations of the coming forward pass that are going to be looked at, as far as can be told.
+
+        None where the pass has to be run in a way that shows any location at any time.
+        """
+        programs = {block.taps for key, blocks in self._waiting.items() if self._in_pass(key) for block in blocks}
+        wanted: set[Key] = {key for key in self._waiting if self._in_pass(key)}
+        wanted.update(key for key in self.caching.locations() if self._in_pass(key))
+        for taps in programs:
+            if taps.irregular:
+                return None
+            wanted |= taps.expected()
+        if any(split_operation(path) is not None for path, _ in wanted):
+            return None
+        return frozenset(key for key in wanted if self._in_pass(key))
+
+    def _in_pass(self, key: Key) -> bool:
+        if key[1] not in ("in", "out"):
+            return False
+        at = self._order.get(key)
+        return at is None or at[0] <= self._end
+
+    def note_pass(self) -> None:
+        """The coming forward pass shows only what was expected, so it may have to be run again."""
+        self._noting = True
+        self._journal.begin()
+
+    def unserved(self) -> bool:
+        """Whether, at the end of a forward pass, somebody waits for a location that it went by without showing it."""
+        return any(self._in_pass(key) for key in self._waiting)
+
+    def begin_again(self) -> None:
+        """The forward pass is run once more, and shows everything."""
+        self._noting, self._again = False, True
+        self._journal.begin_again()
+        self._position = _NOWHERE
+
     def end_forward(self) -> None:
         """From here on, what is visited has one row a request: the logits and the modules that compute them."""
-        self._in_forward = False
+        self._in_forward = self._noting = self._again = False
 
     def visit(self, key: Key, value: Any) -> None:
         """Show a location's value to the blocks that wait for it, each its own rows, one after the other."""
+        if self._again:
+            self._journal.put_back(key, list(tensors_of(value)), self._tokens)
         blocks = self._waiting.pop(key, None)
-        captures = self.caching.wants(key)
+        captures = self.caching.wants(key) and not self._again
         if blocks is None:
+            if self._noting:
+                self._journal.note(key, (), ())
             if captures:
                 self._capture(key, self._enter(key, value))
                 self._leave(())
@@ -111,6 +162,8 @@ class Interleaver:
             visit = Visit(key, view, shown)
             del view
             self._run(block, visit)
+        if self._noting:
+            self._journal.note(key, tensors, [self._rows[block.request_id] for block in blocks if block.edits])
         if captures:
             self._capture(key, value)
         self._leave(blocks)
@@ -244,6 +297,7 @@ class Interleaver:
     def _queue(self, block: Block, key: Key) -> None:
         if key[1] in ("in", "out"):
             self._need_hook(key)
+            block.places.add(key)
         self._waiting.setdefault(key, []).append(block)
 
     # The block's side: called in its greenlet.

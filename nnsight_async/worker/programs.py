@@ -11,6 +11,7 @@ import msgspec
 from nnsight_async.protocol import KNOWN_PROGRAMS
 from nnsight_async.tracing import CompiledProgram, Program, compile_program
 from nnsight_async.worker.mutation import Mutation, find_mutation
+from nnsight_async.worker.taps import Taps
 
 #: Stands in for a program that could not be compiled.
 NO_PROGRAM: Final = (
@@ -27,6 +28,7 @@ class Programs:
     def __init__(self) -> None:
         self._encoded: OrderedDict[str, bytes] = OrderedDict()
         self._compiled: OrderedDict[str, tuple[CompiledProgram, Mutation]] = OrderedDict()
+        self._taps: OrderedDict[str, Taps] = OrderedDict()
 
     def add(self, digest: str, encoded: bytes) -> None:
         """Take in a program as it travels."""
@@ -48,6 +50,13 @@ class Programs:
             known = self._compiled[digest] = (compile_program(program), find_mutation(ast.parse(program.wrapped)))
             keep_newest(self._compiled, KNOWN_PROGRAMS)
         return known
+
+    def taps(self, digest: str) -> Taps:
+        """What a program is known to look at."""
+        taps = self._taps.setdefault(digest, Taps())
+        self._taps.move_to_end(digest)
+        keep_newest(self._taps, KNOWN_PROGRAMS)
+        return taps
 
 
 def keep_newest(table: OrderedDict[str, Any], most: int) -> None:

@@ -99,6 +99,11 @@ class Skips:
         self._pending.clear()
         self._skipped.clear()
 
+    @property
+    def pending(self) -> bool:
+        """Whether a module is skipped whose output the pass has not come to yet."""
+        return any(self._pending.values())
+
     def skip(self, path: str, replacement: Any) -> None:
         """Called in a block that is at the module's input.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from nnsight_async.protocol import TierCounts
 from nnsight_async.worker.rows import Rows
+from nnsight_async.worker.taps import Keys
 
 
 class StepEvents(Protocol):
@@ -15,6 +18,24 @@ class StepEvents(Protocol):
 
     def before_forward(self, rows: dict[str, Rows], tokens: int) -> None:
         """The batch is laid out: ``rows`` says where each request is, ``tokens`` how many tokens there are."""
+
+    def wanted(self) -> Keys | None:
+        """The locations of the coming forward pass that somebody is going to look at; None: any of them may be."""
+
+    def note_pass(self) -> None:
+        """The pass that comes shows no more than what was wanted."""
+
+    def at_tap(self, key: tuple[str, str], value: Any) -> None:
+        """Such a pass has come to a wanted location."""
+
+    def unserved(self) -> bool:
+        """Whether, at its end, somebody waits for another."""
+
+    def begin_again(self) -> None:
+        """Then the same pass is run once more, and shows everything."""
+
+    def diverted(self, keys: Keys, tap: Callable[[tuple[str, str], Any], None]) -> AbstractContextManager[None]:
+        """Show ``keys`` to ``tap``, and nothing to anybody's blocks, in the forward passes of this context."""
 
     def after_forward(self) -> None:
         """The forward pass is over; the logits come next."""
@@ -38,8 +59,11 @@ class Runner(Protocol):
     def model(self) -> nn.Module:
         """The model itself, without wrappers."""
 
-    def attach(self, events: StepEvents) -> None:
-        """Have ``events`` called at each step from now on."""
+    def attach(self, events: StepEvents, taps: Sequence[Keys] = ()) -> None:
+        """Have ``events`` called at each step from now on; where there are tapped graphs, capture some for ``taps``."""
+
+    def tier_counts(self) -> TierCounts:
+        """How the steps so far were run."""
 
     def dummy_forward(self) -> None:
         """Run one forward pass on made-up tokens, and compute the logits."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 from vllm.forward_context import set_forward_context
 
+from nnsight_async.worker.runners.compiled import CompiledCode
 from nnsight_async.worker.runners.layers import NoKeyValues
 
 
-class RunnerBase:
+class RunnerBase(ABC):
     """An adapter's common part. ``runner`` is vLLM's own."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
+        self.code = CompiledCode(runner.get_model())
         #: The scheduler's output of the step in progress; None outside one, as in the runner's own dummy runs.
         self.scheduled: Any = None
 
@@ -27,8 +30,13 @@ class RunnerBase:
 
     def dummy_forward(self) -> None:
         """Run one forward pass of one token, and compute its logits."""
-        _, hidden = self._runner._dummy_run(1, skip_eplb=True)
-        self._runner.get_model().compute_logits(hidden[:1])
+        with self.eager():
+            _, hidden = self._runner._dummy_run(1, skip_eplb=True)
+            self._runner.get_model().compute_logits(hidden[:1])
+
+    @abstractmethod
+    def eager(self) -> AbstractContextManager[None]:
+        """Forward passes in this context are run by Python, as the model is written."""
 
     def call_context(self) -> AbstractContextManager[None]:
         """What vLLM's layers look for around them, without a KV cache."""

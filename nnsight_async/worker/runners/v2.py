@@ -1,36 +1,47 @@
 """vLLM's V2 model runner (``vllm.v1.worker.gpu.model_runner``), its own choice on a GPU.
 
-Seams, on vLLM 0.32: ``prepare_inputs`` returns the batch in its final order, just before the forward pass; ``sample``
-computes the logits and draws; the sampler's ``sample`` is given the logits, before anything is made of them but a count
-of NaNs, and returns the drawn ids ``[requests]``, and the sampler gathers the logprobs after it. All three are replaced
-on their instances.
+Seams, on vLLM 0.32: ``gather_batch_req_state`` settles the order of the batch; the graph manager's ``dispatch`` then
+picks how the forward pass is run (``tiers.py``); ``sample`` computes the logits and draws; the sampler's ``sample`` is
+given the logits, before anything is made of them but a count of NaNs, and returns the drawn ids ``[requests]``, and the
+sampler gathers the logprobs after it. All are replaced on their instances.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from nnsight_async.engine.scheduler import STOPS_ATTRIBUTE
+from nnsight_async.protocol import TierCounts
 from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.runners import StepEvents
 from nnsight_async.worker.runners.base import RunnerBase
+from nnsight_async.worker.runners.tiers import Tiers
+from nnsight_async.worker.taps import Keys
 
 
 class V2Runner(RunnerBase):
     """The adapter of one V2 runner."""
 
-    def attach(self, events: StepEvents) -> None:
-        """Have ``events`` called at each step from now on."""
-        runner = self._runner
-        prepare, sample, draw = runner.prepare_inputs, runner.sample, runner.sampler.sample
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self._tiers = Tiers(runner, self.code)
 
-        def traced_prepare(*args: Any, **kwargs: Any) -> Any:
-            batch = prepare(*args, **kwargs)
-            if self.scheduled is not None:
-                events.before_forward(*_layout(batch))
-            return batch
+    def attach(self, events: StepEvents, taps: Sequence[Keys] = ()) -> None:
+        """Have ``events`` called at each step from now on; graphs for ``taps`` are captured before this returns."""
+        runner = self._runner
+        gather, sample, draw = runner.gather_batch_req_state, runner.sample, runner.sampler.sample
+
+        def traced_gather(scheduler_output: Any, dummy_run: bool) -> Any:
+            found = gather(scheduler_output, dummy_run)
+            if self.scheduled is not None and not dummy_run:
+                events.before_forward(*_layout(found[0]))
+                self._tiers.traced = True
+            return found
 
         def traced_sample(*args: Any, **kwargs: Any) -> Any:
             if self.scheduled is not None:
@@ -46,16 +57,30 @@ class V2Runner(RunnerBase):
             events.on_samples(sampled.view(-1, 1))
             return sampled, processed
 
-        runner.prepare_inputs = traced_prepare
+        runner.gather_batch_req_state = traced_gather
         runner.sample = traced_sample
         runner.sampler.sample = traced_draw
+        self._tiers.attach(events, taps)
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Forward passes in this context are run by Python, as the model is written."""
+        with self._tiers.eager():
+            yield
+
+    def tier_counts(self) -> TierCounts:
+        """How the steps so far were run."""
+        return self._tiers.counts()
 
     def mark_stops(self, output: Any, stops: dict[str, str]) -> None:
         """Write the stops on the output that reaches the scheduler, the one inside the asynchronous one."""
         setattr(getattr(output, "model_runner_output", output), STOPS_ATTRIBUTE, stops)
 
 
-def _layout(batch: Any) -> tuple[dict[str, Rows], int]:
-    bounds = batch.query_start_loc_np.tolist()
-    rows = {request_id: Rows(bounds[index], bounds[index + 1], index) for index, request_id in enumerate(batch.req_ids)}
-    return rows, int(batch.num_tokens)
+def _layout(state: Any) -> tuple[dict[str, Rows], int]:
+    bounds = accumulate(state.num_scheduled_tokens.tolist(), initial=0)
+    rows = {
+        request_id: Rows(start, stop, index)
+        for index, (request_id, (start, stop)) in enumerate(zip(state.req_ids, pairwise(bounds), strict=True))
+    }
+    return rows, int(state.num_tokens)
