@@ -48,14 +48,14 @@ class TracingWorker(_Base):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step's forward pass."""
-        assert self._session is not None
-        self._session.begin_step(scheduler_output)
+        if self._session is not None:  # there is none yet while vLLM warms up
+            self._session.begin_step(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Draw a step's tokens, and post what its blocks saved."""
-        assert self._session is not None
-        return self._session.end_step(super().sample_tokens(grammar_output))
+        output = super().sample_tokens(grammar_output)
+        return output if self._session is None else self._session.end_step(output)
 
     def nnsight_async_result(self, request_id: str, result: bytes | None) -> None:
         """Give the block of a finished request the RequestOutput that it waits for, and post what it then saved.

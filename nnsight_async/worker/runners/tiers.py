@@ -71,6 +71,7 @@ class Tiers:
             return metadata
 
         runner.model_state.prepare_attn = keeping_prepare
+        self._code.use(True)  # vLLM looks whether there is compiled code
         self._capturer = Capturer(runner, self._visit)
         for keys in taps:
             for size in list(manager.graphs):
