@@ -102,6 +102,7 @@ class WorkerReader:
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         _ = self._interleaver.running  # outside a block the call would be taken for the forward pass's own
+        self._interleaver.settle()  # a layer may write into memory that it shares with others
         return call(function, args, kwargs, self._context)
 
 
