@@ -98,9 +98,7 @@ class Block:
         """Called in the block: wait, and return what the visit brings."""
         self.waiting = waiting
         self.has_waited = True
-        hub = self._greenlet.parent
-        assert hub is not None
-        return hub.switch()
+        return self._greenlet.parent.switch()  # to what resumed it
 
     def resume(self, value: Any = None, visit: Shown | None = None) -> None:
         """Called on the forward thread: run the block until it waits again or ends.
@@ -111,8 +109,7 @@ class Block:
         self.visit = visit
         self.started = True
         self._greenlet.parent = greenlet.getcurrent()
-        self._greenlet.switch(value)
-        del value
+        self._greenlet.switch(value if visit is None else visit.value)
         while visit is not None:
             self.visit = visit.value = None  # the last reference to the value that is not the block's own
             if not visit.held() or self._release(visit) or self.ended:

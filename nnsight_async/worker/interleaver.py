@@ -15,7 +15,7 @@ import torch
 from nnsight_async.errors import ArgumentError, NeverReachedError, NnsightAsyncError, OutOfOrderError, OutsideBlockError
 from nnsight_async.protocol import BlockState, Entry
 from nnsight_async.saving import CacheMark
-from nnsight_async.tree import describe, split_operation
+from nnsight_async.tree import describe, is_operation, split_operation
 from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Waiting
 from nnsight_async.worker.caching import CacheSpec, Caching, chosen_paths, open_cache
 from nnsight_async.worker.keep import Shown
@@ -244,12 +244,14 @@ class Interleaver:
     def _run(self, block: Block, visit: Shown | None = None, value: Any = None) -> None:
         before, self._running = self._running, block
         try:
-            block.resume(value if visit is None else visit.value, visit)
+            block.resume(value, visit)
         except Exception as error:  # ours, not the block's: it must not take the engine down
             block.fail(error)
         finally:
             self._running = before
-        self._park(block)
+        waiting = block.waiting
+        if waiting is not None and waiting.key is not None and waiting.step == block.step and block.state is None:
+            self._queue(block, waiting.key)
 
     def _throw(self, block: Block, error: BaseException) -> None:
         before, self._running = self._running, block
@@ -306,11 +308,14 @@ class Interleaver:
 
     def wait_for(self, key: Key) -> Any:
         """Wait for ``key`` at the block's step; the same location read again in the same visit is the same object."""
-        block = self.running
-        if block.visit is not None and block.visit.key == key and block.cursor == block.step:
-            return block.visit.value
+        block = self._running
+        if block is None:
+            block = self.running  # raises
+        shown, cursor = block.visit, block.cursor
+        if shown is not None and shown.key == key and cursor == block.step:
+            return shown.value
         self._check(block, key)
-        return block.park(Waiting(key, block.cursor))
+        return block.park(Waiting(key, cursor))
 
     def replace(self, key: Key, value: Any) -> None:
         """Wait for ``key`` and write ``value`` over the request's rows of it."""
@@ -347,8 +352,11 @@ class Interleaver:
             raise OutOfOrderError(f"{name_of(key)} at step {block.cursor} has passed: the request is at {block.step}")
         if not self._order:
             return
-        operation = split_operation(key[0])
-        at = self._order.get(key if operation is None else (operation[0], "out"))
+        at = self._order.get(key)
+        if at is None and is_operation(key[0]):
+            operation = split_operation(key[0])
+            assert operation is not None
+            at = self._order.get((operation[0], "out"))
         if at is None:
             raise NeverReachedError(
                 f"{name_of(key)} is never reached: the forward pass does not call this module "

@@ -17,17 +17,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import gt
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from nnsight_async.tree import ModuleRef
 from nnsight_async.worker.rows import Parts, Spans, narrow, tensors_of
 from nnsight_async.worker.slabs import Slab, Slabs, own
 
 #: What cannot hold a tensor, or is not the block's own.
 _OPAQUE = (int, float, str, bytes, type(None), type, ModuleType, np.ndarray, torch.nn.Module)
+#: What most of a program's variables are that cannot.
+_PLAIN: Final = frozenset({int, float, str, bytes, bool, type(None), FunctionType, ModuleRef})
 _count: Final[Callable[[int], int]] = torch._C._storage_Use_Count
 
 
@@ -129,32 +132,31 @@ class Shown:
         for name in dead:
             if name in namespace and _is_plain(namespace[name]):
                 del namespace[name]
-        mine = {cdata for cdata, _, _ in self._storages}
         for column, ref in enumerate(self._refs):
             tensor = ref()
-            if tensor is not None and tensor.untyped_storage()._cdata in mine:
+            if tensor is not None:
                 self._own(tensor, ref, column)
-            del tensor
+                del tensor
         if not self.held():
             return True
-        seen: set[int] = set()
+        mine = {cdata for cdata, _, _ in self._storages}
         # The newest first: what was just read was most likely just stored.
-        values = [*reversed(namespace.values()), *(value for names in others() for value in names.values())]
-        for value in values:
-            for tensor in _tensors(value, seen):
-                if tensor.untyped_storage()._cdata in mine:
-                    self._own(tensor, weakref.ref(tensor), None)
-                    del tensor
-                    if not self.held():
-                        return True
+        for tensor in _tensors(namespace, others):
+            if tensor.untyped_storage()._cdata in mine:
+                self._own(tensor, weakref.ref(tensor), None)
+                del tensor
+                if not self.held():
+                    return True
         return not self.held()
 
     def _own(self, tensor: torch.Tensor, ref: weakref.ref[torch.Tensor], column: int | None) -> None:
         cdata = tensor.untyped_storage()._cdata
         if cdata in self._slabs:
             slab = self._slabs[cdata]
-        else:
+        elif any(cdata == shown for shown, _, _ in self._storages):
             slab = self._slabs[cdata] = self._open(cdata)
+        else:
+            return  # the block has made it show something else
         if slab is None:
             own(tensor)
         elif column is None or column >= len(self._columns):
@@ -190,18 +192,24 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Every tensor reachable through containers and the attributes of plain objects, the last ones first.
+def _tensors(namespace: dict[str, Any], others: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[torch.Tensor]:
+    """Every tensor that variables lead to through containers and the attributes of plain objects, the last ones first.
 
     What comes of a long list is looked at one by one, so that it costs nothing where the first is the last.
     """
-    stack: list[Iterator[Any]] = [iter((value,))]
+    seen: set[int] = set()
+    stack: list[Iterator[Any]] = [reversed(namespace.values())]
+    others_too = True
     while stack:
         for item in stack[-1]:
-            if isinstance(item, torch.Tensor):
+            kind = type(item)
+            if kind is torch.Tensor:
                 yield item
                 continue
-            if isinstance(item, _OPAQUE) or id(item) in seen:
+            if kind in _PLAIN or (kind is not list and isinstance(item, _OPAQUE)) or id(item) in seen:
+                continue
+            if isinstance(item, torch.Tensor):
+                yield item
                 continue
             inner: Iterator[Any]
             if isinstance(item, dict):
@@ -219,3 +227,6 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
             break
         else:
             stack.pop()
+        if not stack and others_too:
+            others_too = False
+            stack += [reversed(names.values()) for names in reversed(list(others()))]
