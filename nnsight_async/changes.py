@@ -33,7 +33,7 @@ class Grow(msgspec.Struct, array_like=True, tag=1):
     """Change some items of a list and append others."""
 
     items: dict[int, Change]
-    tail: list[Any]
+    tail: Any  # a list: packed, it may be one extension
 
 
 class Merge(msgspec.Struct, array_like=True, tag=2):
@@ -108,7 +108,7 @@ class Shadow:
                     items[index] = Set(value[index])
                     node.values[index] = value[index]
                     _note(node, index, value[index])
-        for index, child in list(node.nested.items()):
+        for index, child in list(node.nested.items()) if node.nested else ():
             if index in items:
                 continue
             node.nested[index], change = self._diff(child, value[index])
@@ -116,9 +116,10 @@ class Shadow:
             if change is not None:
                 items[index] = change
         tail = value[sent:]
+        node.values += tail
         for index, item in enumerate(tail, sent):
-            node.values.append(item)
-            _note(node, index, item)
+            if type(item) is not torch.Tensor:
+                _note(node, index, item)
         return Grow(items, tail) if items or tail else None
 
     def _diff_dict(self, node: _Dict, value: dict[Any, Any]) -> Merge | None:

@@ -64,6 +64,11 @@ def split_operation(path: str) -> tuple[str, str] | None:
     return (module, name) if found else None
 
 
+def is_operation(path: str) -> bool:
+    """Whether a path is that of an operation, see :func:`split_operation`."""
+    return _OPERATION in path
+
+
 def describe(path: str, side: Side) -> str:
     """A location as a person writes it, without the model's own name: ``model.layers.10.output``."""
     word = "output" if side == "out" else "inputs"
@@ -89,7 +94,10 @@ class _Locations:
             OutsideBlockError: read outside a ``with model.trace(...)`` block.
             OutOfOrderError: the forward pass has already left this location.
         """
-        return _reader(self._path, "out").read(self._path, "out")
+        reader = _Installed.reader
+        if reader is None:
+            reader = _reader(self._path, "out")
+        return reader.read(self._path, "out")
 
     @output.setter
     def output(self, value: Any) -> None:

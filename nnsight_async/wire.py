@@ -3,13 +3,15 @@
 An entry's changes are one MessagePack map. Numbers, strings, lists and dicts are themselves; a tuple is an extension
 that holds its items. A tensor is an extension that says where its bytes are in the entry's block of tensor bytes, and
 of what type and shape it is, so its bytes are copied once, off the device or out of the block's memory, and are never
-pickled. Anything else (an array, an object of the user's) is an extension that holds a pickle; tensors in it are beside
-the message too, and modules of the model travel as their paths.
+pickled. A list of tensors that are alike, as the hidden states of every layer, is one such extension. Anything else (an
+array, an object of the user's) is an extension that holds a pickle; tensors in it are beside the message too, and
+modules of the model travel as their paths.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from typing import Any, Final, Protocol, TypeGuard
 
 import cloudpickle
 import msgspec
+import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
@@ -30,9 +33,23 @@ _TENSOR: Final = 1
 _PICKLE: Final = 2
 _TUPLE: Final = 3
 _ROWS: Final = 4
+_ALIKE: Final = 5
 _PLACE: Final = struct.Struct("<QBB")  # offset in bytes, type, number of dimensions; the dimensions follow
+_PLACES: Final = struct.Struct("<QQQBB")  # offset, bytes from one to the next, how many; type and dimensions as above
 _DTYPES: Final = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 _CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
+#: The types of arrays that tensors are made of, which is cheaper than to make them of a buffer.
+_ARRAYS: Final[dict[torch.dtype, np.dtype[Any]]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.float16: np.dtype(np.float16),
+    torch.int64: np.dtype(np.int64),
+    torch.int32: np.dtype(np.int32),
+    torch.int16: np.dtype(np.int16),
+    torch.int8: np.dtype(np.int8),
+    torch.uint8: np.dtype(np.uint8),
+    torch.bool: np.dtype(np.bool_),
+}
 _INT64: Final = range(-(1 << 63), 1 << 63)
 
 #: Maps an object to what travels in its place, or None where the object itself travels.
@@ -53,6 +70,17 @@ class Tensors(Protocol):
 
     def add(self, tensor: torch.Tensor) -> tuple[int, torch.dtype]:
         """Take a tensor in; returns its offset in the entry's bytes, and the type it will have there."""
+
+    def add_alike(self, tensors: Sequence[torch.Tensor]) -> tuple[int, torch.dtype]:
+        """Take in tensors of one type and shape, on one device; returns the first one's offset, and their type there.
+
+        Each is followed by the next at :func:`step_of` bytes.
+        """
+
+
+def step_of(count: int, dtype: torch.dtype) -> int:
+    """Bytes that so many elements take up, with what aligns the next tensor."""
+    return -(-count * dtype.itemsize // ALIGN) * ALIGN
 
 
 def dumps(changes: dict[str, Change], tensors: Tensors, reference: Reference) -> bytes:
@@ -75,13 +103,16 @@ class _Packer:
         self._reference = reference
         # A tensor saved twice is sent once. It is kept too, or another could come to have its identity meanwhile.
         self._known: dict[int, tuple[torch.Tensor, Ext]] = {}
+        # Those that were sent together with others like them: their offsets, and what they are held by.
+        self._offsets: dict[int, int] = {}
+        self._alike: list[tuple[list[torch.Tensor], torch.dtype]] = []
 
     def change(self, change: Change) -> Change:
         match change:
             case Set(value):
                 return Set(self.value(value))
             case Grow(items, tail):
-                return Grow({i: self.change(item) for i, item in items.items()}, [self.value(v) for v in tail])
+                return Grow({i: self.change(item) for i, item in items.items()}, self.items(tail))
             case Merge(entries):
                 return Merge([(self.value(key), self.change(item)) for key, item in entries])
 
@@ -98,7 +129,7 @@ class _Packer:
             if value.isascii() or _is_unicode(value):
                 return value
         elif kind is list:
-            return [self.value(item) for item in value]
+            return self.items(value)
         elif kind is tuple:
             return Ext(_TUPLE, _ENCODER.encode([self.value(item) for item in value]))
         elif kind is RowsOf:
@@ -107,14 +138,49 @@ class _Packer:
             return {key: self.value(item) for key, item in value.items()}
         return Ext(_PICKLE, self._pickle(value))
 
+    def items(self, items: list[Any]) -> Any:
+        """A list's items: as one, where they are tensors that are alike."""
+        if items and type(items[0]) is torch.Tensor and self._are_alike(items):
+            identities = list(map(id, items))
+            new = self._known.keys().isdisjoint(identities) and self._offsets.keys().isdisjoint(identities)
+            if new and len(set(identities)) == len(identities):
+                offset, dtype = self._tensors.add_alike(items)
+                shape, step = items[0].shape, step_of(items[0].numel(), dtype)
+                self._offsets.update(zip(identities, itertools.count(offset, step), strict=False))
+                self._alike.append((items, dtype))
+                place = _PLACES.pack(offset, step, len(items), _CODES[dtype], len(shape))
+                return Ext(_ALIKE, place + struct.pack(f"<{len(shape)}q", *shape))
+        return [self.value(item) for item in items]
+
+    @staticmethod
+    def _are_alike(items: list[Any]) -> bool:
+        first = items[0]
+        if not _is_plain_tensor(first) or first.requires_grad or not (first.is_cpu or first.is_cuda):
+            return False
+        if len(items) == 1:
+            return True
+        shape, dtype, is_cpu, plain, strided = first.shape, first.dtype, first.is_cpu, torch.Tensor, torch.strided
+        for item in items:
+            if type(item) is not plain or item.dtype is not dtype or item.layout is not strided or item.is_nested:
+                return False
+            if item.shape != shape or item.is_cpu is not is_cpu or item.requires_grad or item.is_meta:
+                return False
+        return True
+
     def tensor(self, tensor: torch.Tensor) -> Ext:
         known = self._known.get(id(tensor))
         if known is None:
-            offset, dtype = self._tensors.add(tensor)
+            offset, dtype = self._place(tensor)
             shape = tensor.shape
             place = _PLACE.pack(offset, _CODES[dtype], len(shape)) + struct.pack(f"<{len(shape)}q", *shape)
             known = self._known[id(tensor)] = (tensor, Ext(_TENSOR, place))
         return known[1]
+
+    def _place(self, tensor: torch.Tensor) -> tuple[int, torch.dtype]:
+        offset = self._offsets.get(id(tensor))
+        if offset is None:
+            return self._tensors.add(tensor)
+        return offset, next(dtype for items, dtype in self._alike if any(item is tensor for item in items))
 
     def _pickle(self, value: Any) -> bytes:
         out = io.BytesIO()
@@ -159,6 +225,7 @@ class Loader:
         self._device: torch.device | None = None
         self._bytes: Any = None
         self._known: dict[bytes, torch.Tensor] = {}
+        self._runs: list[tuple[int, int, list[torch.Tensor]]] = []
         self._decoder = msgspec.msgpack.Decoder(dict[str, Change], ext_hook=self._extension)
         self._list_decoder = msgspec.msgpack.Decoder(list[Any], ext_hook=self._extension)
 
@@ -177,6 +244,7 @@ class Loader:
         finally:
             self._bytes, self._resolve = None, _resolve_nothing
             self._known.clear()
+            self._runs.clear()
 
     def load_captured(self, data: bytes, tensor_bytes: Any) -> list[list[Any]]:
         """What :func:`dumps_captured` packed; ``tensor_bytes`` as for :meth:`load`."""
@@ -186,8 +254,11 @@ class Loader:
         finally:
             self._bytes = None
             self._known.clear()
+            self._runs.clear()
 
     def _extension(self, code: int, data: memoryview) -> object:
+        if code == _ALIKE:
+            return self._tensors(data)
         if code == _TENSOR:
             return self._tensor(bytes(data))
         if code == _ROWS:
@@ -198,6 +269,8 @@ class Loader:
 
     def _tensor(self, place: bytes) -> torch.Tensor:
         known = self._known.get(place)
+        if known is None and self._runs:
+            known = self._in_run(place)
         if known is None:
             offset, code, dims = _PLACE.unpack_from(place)
             shape, dtype = struct.unpack_from(f"<{dims}q", place, _PLACE.size), _DTYPES[code]
@@ -212,6 +285,35 @@ class Loader:
                 known = known.to(self._device)
             self._known[place] = known
         return known
+
+    def _tensors(self, places: memoryview) -> list[torch.Tensor]:
+        offset, step, count, code, dims = _PLACES.unpack_from(places)
+        shape, dtype = places[_PLACES.size :], _DTYPES[code]
+        sizes, elements = struct.unpack(f"<{dims}q", shape), 1
+        for size in sizes:
+            elements *= size
+        tensors: list[torch.Tensor]
+        kind = _ARRAYS.get(dtype)
+        if self._device is None and elements and kind is not None:
+            # Each has a storage of its own, so that whoever saves or pickles one does not take the others along.
+            width = step // dtype.itemsize
+            array = np.frombuffer(self._bytes, kind, width * count, offset)
+            if width != elements:
+                array = array.reshape(count, width)[:, :elements]
+            tensors = list(map(torch.from_numpy, array.reshape(count, *sizes)))
+        else:
+            place = _PLACE.pack(0, code, dims)[8:] + shape
+            tensors = [self._tensor(struct.pack("<Q", offset + step * index) + place) for index in range(count)]
+        self._runs.append((offset, step, tensors))
+        return tensors
+
+    def _in_run(self, place: bytes) -> torch.Tensor | None:
+        """A tensor that came among others like it, and is met again by itself."""
+        offset: int = _PLACE.unpack_from(place)[0]
+        for first, step, tensors in self._runs:
+            if first <= offset < first + max(step, 1) * len(tensors) and step:
+                return tensors[(offset - first) // step]
+        return None
 
     def persistent(self, pid: tuple[Any, ...]) -> object:
         """What a pickle's persistent id stands for."""

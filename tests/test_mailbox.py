@@ -8,6 +8,7 @@ import math
 import os
 import random
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ class _Bytes:
             self.data += tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         self.data += bytes(-len(self.data) % wire.ALIGN)
         return offset, tensor.dtype
+
+    def add_alike(self, tensors: Sequence[torch.Tensor]) -> tuple[int, torch.dtype]:
+        places = [self.add(tensor) for tensor in tensors]
+        return places[0]
 
 
 def _there_and_back(value: Any) -> Any:

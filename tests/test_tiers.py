@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +13,13 @@ from torch import nn
 from nnsight_async import VLLM
 from nnsight_async.client.tiers import find_taps
 from nnsight_async.errors import ArgumentError, LocationError, UnsupportedError
-from nnsight_async.worker.block import Waiting
+from nnsight_async.tracing import CompiledProgram
+from nnsight_async.worker.block import Block
+from nnsight_async.worker.controls import Controls
 from nnsight_async.worker.hooks import Hooks, record
 from nnsight_async.worker.interleaver import Interleaver
 from nnsight_async.worker.journal import Journal
+from nnsight_async.worker.programs import NO_PROGRAM
 from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.taps import Keys, Shelf, Taps
 
@@ -129,30 +131,11 @@ class _Add(nn.Module):
         return hidden + self.number
 
 
-class _Block:
-    """As much of a block as the interleaver looks at; ``body`` is a generator of the locations that it waits for."""
-
-    def __init__(
-        self, request_id: str, interleaver: Interleaver, body: Callable[[_Block], Any], *, edits: bool
-    ) -> None:
-        self.request_id, self.edits, self.taps = request_id, edits, Taps()
-        self.places = self.taps.decode
-        self.step, self.cursor, self.started, self.ended = -1, 0, False, False
-        self.waiting: Any = None
-        self.visit: Any = None
-        self.controls = SimpleNamespace(active=False)
-        self.caches: list[Any] = []
-        self._body = body(self)
-
-    def resume(self, value: Any = None, visit: Any = None) -> None:
-        self.started, self.waiting = True, None
-        try:
-            self.waiting = Waiting(self._body.send(value), self.step)
-        except StopIteration:
-            self.ended = True
-
-    def fail(self, error: BaseException) -> None:
-        raise error
+def _block(request_id: str, text: str, namespace: dict[str, Any], *, edits: bool) -> Block:
+    program = CompiledProgram(compile(text, "<block>", "exec"), NO_PROGRAM[0].program, frozenset())
+    block = Block(request_id, program, NO_PROGRAM[1], dict(namespace), Controls(10, lambda data: {}))
+    block.edits = edits
+    return block
 
 
 def test_a_location_that_was_not_expected_is_shown_in_a_second_pass_with_all_edits_in_place() -> None:
@@ -172,26 +155,13 @@ def test_a_location_that_was_not_expected_is_shown_in_a_second_pass_with_all_edi
     hooks.learn_order(order)
     interleaver.learn_order(order)
     kept: dict[str, float] = {}
-
-    def reads(block: _Block) -> Any:
-        kept["a0"] = float((yield ("layers.0", "out")))
-        kept["a2"] = float((yield ("layers.2", "out")))
-
-    def writes(block: _Block) -> Any:
-        rows = yield ("layers.0", "out")
-        rows *= 10
-
-    def both(block: _Block) -> Any:
-        rows = yield ("layers.0", "out")
-        rows += 100
-        rows = yield ("layers.1", "out")
-        kept["c1"] = float(rows)
-        rows += 1000
-
-    blocks: list[Any] = [
-        _Block("a", interleaver, reads, edits=False),
-        _Block("b", interleaver, writes, edits=True),
-        _Block("c", interleaver, both, edits=True),
+    names = {"kept": kept, "at": lambda number: interleaver.wait_for((f"layers.{number}", "out"))}
+    blocks = [
+        _block("a", "kept['a0'] = float(at(0))\nkept['a2'] = float(at(2))", names, edits=False),
+        _block("b", "rows = at(0)\nrows *= 10", names, edits=True),
+        _block(
+            "c", "rows = at(0)\nrows += 100\nrows = at(1)\nkept['c1'] = float(rows)\nrows += 1000", names, edits=True
+        ),
     ]
     for block in blocks:
         interleaver.blocks[block.request_id] = block

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import sys
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import CodeType
@@ -71,6 +72,7 @@ class CompiledProgram:
         self.code = code
         self.program = program
         self._kept = kept
+        self._dead: dict[int, tuple[str, ...]] = {}
 
     @cached_property
     def _liveness(self) -> Liveness:
@@ -86,6 +88,22 @@ class CompiledProgram:
             offset: `f_lasti` of the frame that runs `code`.
         """
         return self._liveness.after(offset)
+
+    def dead_names(self, offset: int | None, saved: Collection[str]) -> tuple[str, ...]:
+        """The variables that the block binds and that will not be read before they are bound again.
+
+        Args:
+            offset: as for `live_names`; None where the code has come to its end, after which only what is saved
+                counts.
+            saved: the names that have been saved.
+        """
+        if offset is None:
+            return tuple(name for name in self.program.binds if name not in saved)
+        dead = self._dead.get(offset)
+        if dead is None:
+            live = self.live_names(offset)
+            dead = self._dead[offset] = tuple(name for name in self.program.binds if name not in live)
+        return dead
 
 
 @lru_cache(maxsize=1024)

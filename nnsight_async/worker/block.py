@@ -48,17 +48,6 @@ class Waiting:
         self.result = result
 
 
-class Visit:
-    """The value a block is being shown: it stays readable until the block waits for something else."""
-
-    __slots__ = ("key", "shown", "value")
-
-    def __init__(self, key: Key, value: Any, shown: Shown) -> None:
-        self.key = key
-        self.value = value
-        self.shown = shown
-
-
 class Block:
     """A program bound to one request.
 
@@ -81,8 +70,10 @@ class Block:
         self.namespace = namespace
         self.step = -1
         self.cursor = 0
+        self.rows = (0, 0)  # its first row in this step's tensors, and its last + 1
+        self.index = 0  # its row where requests have one each
         self.waiting: Waiting | None = None
-        self.visit: Visit | None = None
+        self.visit: Shown | None = None  # what it is being shown: readable until it waits for something else
         self.saved: dict[str, Any] = {}
         self.marked: dict[int, Any] = {}
         self.state: BlockState | None = None  # set once the block has ended
@@ -99,6 +90,8 @@ class Block:
         self.started = False
         self.result: Any = None  # the RequestOutput, once the block has been given it
         self._greenlet = greenlet.greenlet(self._run)
+        self._frame: FrameType | None = None  # that of the program, once it had to be looked for
+        self._lines: dict[int, str] = {}
 
     @property
     def ended(self) -> bool:
@@ -109,25 +102,23 @@ class Block:
         """Called in the block: wait, and return what the visit brings."""
         self.waiting = waiting
         self.has_waited = True
-        hub = self._greenlet.parent
-        assert hub is not None
-        return hub.switch()
+        return self._greenlet.parent.switch()  # to what resumed it
 
-    def resume(self, value: Any = None, visit: Visit | None = None) -> None:
+    def resume(self, value: Any = None, visit: Shown | None = None) -> None:
         """Called on the forward thread: run the block until it waits again or ends.
 
-        Whatever it then still holds of the memory shown to it is given memory of its own.
+        Whatever it then still holds of the memory shown to it is given other memory.
         """
         self.waiting = None
         self.visit = visit
         self.started = True
-        self._switch(value)
-        del value
+        self._greenlet.parent = greenlet.getcurrent()
+        self._greenlet.switch(value if visit is None else visit.value)
         while visit is not None:
-            shown, self.visit = visit.shown, None
-            visit.value = None  # the last reference that is not the block's own
-            if self._release(shown) or self.ended:
+            self.visit = visit.value = None  # the last reference to the value that is not the block's own
+            if not visit.held() or self._release(visit) or self.ended:
                 return
+            visit.undo()
             self.throw(
                 HeldViewError(
                     "a view of the value just read is held where it cannot be kept safe from being overwritten "
@@ -147,10 +138,6 @@ class Block:
         self.failure = self._describe(error)
         self.state = BlockState.FAILED
 
-    def _switch(self, value: Any) -> None:
-        self._greenlet.parent = greenlet.getcurrent()
-        self._greenlet.switch(value)
-
     def _run(self, _: Any = None) -> None:
         try:
             exec(self.program.code, self.namespace)
@@ -162,6 +149,8 @@ class Block:
             self.state = BlockState.DONE
         except BaseException as error:
             self.fail(error)
+        finally:
+            self._frame = None
 
     def _describe(self, error: BaseException) -> BlockFailure:
         where, tb = "", error.__traceback__
@@ -175,9 +164,12 @@ class Block:
         return BlockFailure.of(error, where, first)
 
     def _line(self, number: int) -> str:
-        source = source_line(self.program.program, number)
-        place = f"{self.program.program.filename}:{number}"
-        return f"{place}: {source.strip()}" if source else place
+        line = self._lines.get(number)
+        if line is None:
+            source = source_line(self.program.program, number)
+            place = f"{self.program.program.filename}:{number}"
+            line = self._lines[number] = f"{place}: {source.strip()}" if source else place
+        return line
 
     def line(self) -> str:
         """The line the parked block waits on, as ``file:line: source``."""
@@ -193,19 +185,21 @@ class Block:
             frame = frame.f_back
 
     def _release(self, shown: Shown) -> bool:
-        if not shown.held():
-            return True
+        frame = self._frame
+        if frame is None and not self.ended:
+            frame = self._frame = next(f for f in self._frames() if f.f_code is self.program.code)
+        dead = self.program.dead_names(frame.f_lasti if frame is not None else None, self.saved)
+        return shown.release(self.namespace, dead, self._helpers)
+
+    def _helpers(self) -> list[dict[str, Any]]:
+        """The variables of functions that the block is in the middle of calling, and what it has saved."""
         helpers: list[dict[str, Any]] = [self.saved]
-        offset = None
         for frame in self._frames():
             if frame.f_code is self.program.code:
-                offset = frame.f_lasti
                 break
             if not frame.f_globals.get("__name__", "").startswith("nnsight_async."):
                 helpers.append(frame.f_locals)
-        program = self.program
-        live = program.live_names(offset) if offset is not None else frozenset(self.saved)
-        return shown.release(self.namespace, program.program.binds, live, helpers)
+        return helpers
 
     def mark(self, value: Any, names: tuple[str, ...]) -> Any:
         """``.save()``: keep ``value`` under ``names``; without a name, under those that come to hold it."""
@@ -233,7 +227,7 @@ class Block:
         """Take note of a view that the block may hold where no variable leads to it."""
         if self.visit is not None:
             for tensor in tensors_of(value):
-                self.visit.shown.hand_out(tensor)
+                self.visit.hand_out(tensor)
 
     def forget_saves(self) -> None:
         """Let go of all that is saved, so that it is not sent again."""

@@ -15,12 +15,13 @@ import torch
 from nnsight_async.errors import ArgumentError, NeverReachedError, NnsightAsyncError, OutOfOrderError, OutsideBlockError
 from nnsight_async.protocol import BlockState, Entry
 from nnsight_async.saving import CacheMark
-from nnsight_async.tree import describe, split_operation
-from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Visit, Waiting
+from nnsight_async.tree import describe, is_operation, split_operation
+from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Waiting
 from nnsight_async.worker.caching import CacheSpec, Caching, chosen_paths, open_cache
 from nnsight_async.worker.journal import Journal
 from nnsight_async.worker.keep import Shown
-from nnsight_async.worker.rows import Rows, assign, narrow, tensors_of
+from nnsight_async.worker.rows import Rows, Spans, assign, tensors_of
+from nnsight_async.worker.slabs import Slabs
 
 if TYPE_CHECKING:
     from nnsight_async.worker.ranks import Ranks
@@ -59,6 +60,9 @@ class Interleaver:
         self._noting = False  # whether the pass in progress is one that may have to be run again
         self._again = False  # whether it is being run again
         self.caching = Caching()
+        self.slabs = Slabs()
+        self._shown: Shown | None = None
+        self._spans: tuple[list[Block], Spans] | None = None
 
     def learn_order(self, calls: Sequence[Key]) -> None:
         """Take in the order in which a forward pass comes to its locations, as recorded from one."""
@@ -78,7 +82,12 @@ class Interleaver:
         self._position = _NOWHERE
         self._noting = self._again = False
         self._waiting.clear()
-        step = [self.blocks[request_id] for request_id in rows]
+        self._spans = None
+        step = []
+        for request_id, place in rows.items():
+            block = self.blocks[request_id]
+            block.rows, block.index = (place.start, place.stop), place.index
+            step.append(block)
         before = [block for block in step if block.ended]
         self._enter()
         for block, place in zip(step, rows.values(), strict=True):
@@ -135,6 +144,7 @@ class Interleaver:
     def end_forward(self) -> None:
         """From here on, what is visited has one row a request: the logits and the modules that compute them."""
         self._in_forward = self._noting = self._again = False
+        self._spans = None
 
     def visit(self, key: Key, value: Any) -> None:
         """Show a location's value to the blocks that wait for it, each its own rows, one after the other."""
@@ -151,22 +161,35 @@ class Interleaver:
             return
         self._position = self._occurrence(key)
         value = self._enter(key, value)
-        tensors = list(tensors_of(value))
-        for block in blocks:
-            rows = self._rows[block.request_id]
-            shown = Shown(tensors)
-            if self._in_forward:
-                view = narrow(value, self._tokens, rows.start, rows.stop, shown.hand_out)
-            else:
-                view = narrow(value, self._requests, rows.index, rows.index + 1, shown.hand_out)
-            visit = Visit(key, view, shown)
-            del view
-            self._run(block, visit)
+        shown = self._shown = Shown(key, value, self._spans_of(blocks), self.slabs)
+        for index, block in enumerate(blocks):
+            shown.turn(index)
+            self._run(block, shown)
+        shown.settle()
+        self._shown = None
         if self._noting:
-            self._journal.note(key, tensors, [self._rows[block.request_id] for block in blocks if block.edits])
+            writers = [self._rows[block.request_id] for block in blocks if block.edits]
+            self._journal.note(key, list(tensors_of(value)), writers)
         if captures:
             self._capture(key, value)
         self._leave(blocks)
+
+    def _spans_of(self, blocks: list[Block]) -> Spans:
+        """Where the rows of blocks are at this point of the step."""
+        known = self._spans
+        # Mostly they are the same, in the same order, at one location after the other.
+        if known is None or known[0] != blocks:
+            if self._in_forward:
+                spans = Spans([block.rows for block in blocks], self._tokens)
+            else:
+                spans = Spans([(block.index, block.index + 1) for block in blocks], self._requests)
+            known = self._spans = (blocks, spans)
+        return known[1]
+
+    def settle(self) -> None:
+        """Copy now what blocks hold of the location that is being shown, because its memory may be written over."""
+        if self._shown is not None:
+            self._shown.settle()
 
     def _capture(self, key: Key, value: Any) -> None:
         size = self._tokens if self._in_forward else self._requests
@@ -225,6 +248,7 @@ class Interleaver:
         if missed:
             self._leave(step)
         self._rows = {}
+        self.slabs.tidy()
         return step
 
     def resolve_result(self, request_id: str, result: Any) -> Block | None:
@@ -251,6 +275,7 @@ class Interleaver:
             if block.started and not block.ended:
                 self._throw(block, RequestOver())
             del self.blocks[request_id]
+            self.slabs.requests_ended()
 
     def _enter(self, key: Key | None = None, value: Any = None) -> Any:
         """Before blocks run: ``value`` as they are to see it, whole where ranks share it."""
@@ -270,15 +295,17 @@ class Interleaver:
                 self._throw(block, RequestOver())
             block.fail(error)
 
-    def _run(self, block: Block, visit: Visit | None = None, value: Any = None) -> None:
+    def _run(self, block: Block, visit: Shown | None = None, value: Any = None) -> None:
         before, self._running = self._running, block
         try:
-            block.resume(value if visit is None else visit.value, visit)
+            block.resume(value, visit)
         except Exception as error:  # ours, not the block's: it must not take the engine down
             block.fail(error)
         finally:
             self._running = before
-        self._park(block)
+        waiting = block.waiting
+        if waiting is not None and waiting.key is not None and waiting.step == block.step and block.state is None:
+            self._queue(block, waiting.key)
 
     def _throw(self, block: Block, error: BaseException) -> None:
         before, self._running = self._running, block
@@ -295,10 +322,14 @@ class Interleaver:
             self._queue(block, waiting.key)
 
     def _queue(self, block: Block, key: Key) -> None:
+        block.places.add(key)
+        queue = self._waiting.get(key)
+        if queue is not None:
+            queue.append(block)
+            return
         if key[1] in ("in", "out"):
             self._need_hook(key)
-            block.places.add(key)
-        self._waiting.setdefault(key, []).append(block)
+        self._waiting[key] = [block]
 
     # The block's side: called in its greenlet.
 
@@ -332,11 +363,14 @@ class Interleaver:
 
     def wait_for(self, key: Key) -> Any:
         """Wait for ``key`` at the block's step; the same location read again in the same visit is the same object."""
-        block = self.running
-        if block.visit is not None and block.visit.key == key and block.cursor == block.step:
-            return block.visit.value
+        block = self._running
+        if block is None:
+            block = self.running  # raises
+        shown, cursor = block.visit, block.cursor
+        if shown is not None and shown.key == key and cursor == block.step:
+            return shown.value
         self._check(block, key)
-        return block.park(Waiting(key, block.cursor))
+        return block.park(Waiting(key, cursor))
 
     def replace(self, key: Key, value: Any) -> None:
         """Wait for ``key`` and write ``value`` over the request's rows of it."""
@@ -373,8 +407,11 @@ class Interleaver:
             raise OutOfOrderError(f"{name_of(key)} at step {block.cursor} has passed: the request is at {block.step}")
         if not self._order:
             return
-        operation = split_operation(key[0])
-        at = self._order.get(key if operation is None else (operation[0], "out"))
+        at = self._order.get(key)
+        if at is None and is_operation(key[0]):
+            operation = split_operation(key[0])
+            assert operation is not None
+            at = self._order.get((operation[0], "out"))
         if at is None:
             raise NeverReachedError(
                 f"{name_of(key)} is never reached: the forward pass does not call this module "

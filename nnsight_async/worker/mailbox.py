@@ -31,7 +31,7 @@ class _Parcel:
     """One entry with its tensors, before they are copied."""
 
     cast: torch.dtype | None
-    tensors: list[tuple[int, torch.Tensor, torch.dtype]] = field(default_factory=list)
+    tensors: list[tuple[int, Sequence[torch.Tensor], torch.dtype, int]] = field(default_factory=list)
     nbytes: int = 0
     entry: Entry | Captured | None = None
     place: tuple[Segment, int] | None = None
@@ -40,10 +40,15 @@ class _Parcel:
         """Take a tensor in (:class:`nnsight_async.wire.Tensors`)."""
         if tensor.device.type == "meta":
             raise ValueError("a tensor on the meta device has no values")
-        dtype = self.cast if self.cast is not None and tensor.is_floating_point() else tensor.dtype
-        offset = self.nbytes
-        self.tensors.append((offset, tensor.detach(), dtype))
-        self.nbytes = offset + -(-tensor.numel() * dtype.itemsize // wire.ALIGN) * wire.ALIGN
+        return self.add_alike((tensor.detach(),))
+
+    def add_alike(self, tensors: Sequence[torch.Tensor]) -> tuple[int, torch.dtype]:
+        """Take in tensors of one type and shape (:class:`nnsight_async.wire.Tensors`)."""
+        first, offset = tensors[0], self.nbytes
+        dtype = self.cast if self.cast is not None and first.is_floating_point() else first.dtype
+        step = wire.step_of(first.numel(), dtype)
+        self.tensors.append((offset, tensors, dtype, step))
+        self.nbytes = offset + step * len(tensors)
         return offset, dtype
 
     def pieces(self) -> list[Piece]:
@@ -52,7 +57,12 @@ class _Parcel:
             return []
         segment, page = self.place
         start = segment.base + page * PAGE
-        return [Piece(tensor, dtype, segment.memory, start + offset) for offset, tensor, dtype in self.tensors]
+        memory = segment.memory
+        return [
+            Piece(tensors, dtype, memory, start + offset, step)
+            for offset, tensors, dtype, step in self.tensors
+            if tensors[0].numel()
+        ]
 
 
 class Mailbox:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from nnsight_async.errors import UnsupportedError
-from nnsight_async.tree import ModuleRef, Side, describe, split_operation
+from nnsight_async.tree import ModuleRef, Side, describe, is_operation, split_operation
 from nnsight_async.worker.calls import call
 from nnsight_async.worker.hooks import Hooks, Instead
 from nnsight_async.worker.interleaver import Interleaver
@@ -38,7 +38,8 @@ class WorkerReader:
 
     def read(self, path: str, side: Side) -> Any:
         """Wait for a location at the block's step and return the request's rows of its value."""
-        self._check(path)
+        if self._skips.any or is_operation(path):
+            self._check(path)
         return self._interleaver.wait_for((path, side))
 
     def write(self, path: str, side: Side, value: Any) -> None:
@@ -103,6 +104,7 @@ class WorkerReader:
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         _ = self._interleaver.running  # outside a block the call would be taken for the forward pass's own
+        self._interleaver.settle()  # a layer may write into memory that it shares with others
         return call(function, args, kwargs, self._context)
 
 

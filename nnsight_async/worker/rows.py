@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,50 @@ class Rows:
     start: int
     stop: int
     index: int
+
+
+class Spans:
+    """The rows of several requests in a step's tensors, in the order in which the requests come.
+
+    ``bounds`` has each one's first row and its last + 1; ``size`` is how many rows a tensor of rows has at least.
+    """
+
+    __slots__ = ("_picks", "_sizes", "bounds", "size", "start", "stop")
+
+    def __init__(self, bounds: Sequence[tuple[int, int]], size: int) -> None:
+        self.bounds = bounds
+        self.size = size
+        self.start = min(start for start, _ in bounds)
+        self.stop = max(stop for _, stop in bounds)
+        self._sizes: list[int] = []
+        self._picks: list[int] = [0] * len(bounds)
+        end = self.start
+        for index in sorted(range(len(bounds)), key=bounds.__getitem__):
+            start, stop = bounds[index]
+            if start > end:
+                self._sizes.append(start - end)  # rows of requests that are not among them
+            self._picks[index] = len(self._sizes)
+            self._sizes.append(stop - start)
+            end = stop
+
+    def are_in(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of rows: its first dimension is not shorter than the step."""
+        return tensor.dim() > 0 and tensor.shape[0] >= self.size
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of a tensor from the first request's to the last one's, as a view."""
+        return tensor[self.start : self.stop]
+
+    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Each request's rows of a tensor, as views."""
+        return self.split_cut(self.cut(tensor))
+
+    def split_cut(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Each request's rows of what :meth:`cut` gave, as views."""
+        if len(self._sizes) == 1:
+            return (rows,)
+        parts = rows.split_with_sizes(self._sizes)
+        return [parts[index] for index in self._picks]
 
 
 class Parts(tuple[Any, ...]):

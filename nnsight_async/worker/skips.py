@@ -93,11 +93,13 @@ class Skips:
         self._outputs = outputs
         self._pending: dict[str, dict[str, _Skip]] = {}  # by the module's path and the request
         self._skipped: dict[str, list[str]] = {}  # the paths that each request skips
+        self.any = False  # whether anything is skipped in this step
 
     def begin(self) -> None:
         """A step begins."""
         self._pending.clear()
         self._skipped.clear()
+        self.any = False
 
     @property
     def pending(self) -> bool:
@@ -122,6 +124,7 @@ class Skips:
             value = _copied(replacement)
         self._pending.setdefault(path, {})[block.request_id] = _Skip(block, value, size, start, stop)
         self._skipped.setdefault(block.request_id, []).append(path)
+        self.any = True
 
     def check(self, path: str) -> None:
         """Raise if the running block has skipped a module that ``path`` is inside of."""

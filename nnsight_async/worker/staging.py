@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, Protocol
 
 import torch
@@ -24,17 +25,26 @@ _STOP: Final = None
 
 @dataclass(slots=True)
 class Piece:
-    """A tensor on its way: it goes, as ``dtype``, to ``memory`` at ``offset`` bytes."""
+    """Tensors of one type and shape, none of them empty, on their way.
 
-    tensor: torch.Tensor
+    They go, as ``dtype``, to ``memory`` at ``offset`` bytes, each ``step`` bytes behind the one before it.
+    """
+
+    tensors: Sequence[torch.Tensor]
     dtype: torch.dtype
     memory: mmap.mmap
     offset: int
+    step: int
+
+    @property
+    def size(self) -> int:
+        """Bytes that one of them takes there."""
+        return self.tensors[0].numel() * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes there."""
-        return self.tensor.numel() * self.dtype.itemsize
+        """Bytes that they take there, with what is between them."""
+        return self.step * (len(self.tensors) - 1) + self.size
 
 
 class Staging(Protocol):
@@ -75,10 +85,17 @@ class HostStaging:
 
 
 def _copy_on_host(piece: Piece) -> None:
-    tensor = piece.tensor
-    if tensor.numel():
-        flat = torch.frombuffer(piece.memory, dtype=piece.dtype, count=tensor.numel(), offset=piece.offset)
-        flat.view(tensor.shape).copy_(tensor)
+    tensors, first, itemsize = piece.tensors, piece.tensors[0], piece.dtype.itemsize
+    flat = torch.frombuffer(piece.memory, dtype=piece.dtype, count=piece.nbytes // itemsize, offset=piece.offset)
+    if len(tensors) == 1:
+        flat.view(first.shape).copy_(first)
+        return
+    strides = torch.empty(first.shape, device="meta").stride()
+    target = flat.as_strided((len(tensors), *first.shape), (piece.step // itemsize, *strides))
+    if first.dtype is piece.dtype:
+        torch.stack(tuple(tensors), out=target)
+    else:
+        target.copy_(torch.stack(tuple(tensors)))
 
 
 class CudaStaging:
@@ -87,7 +104,6 @@ class CudaStaging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._padding = torch.zeros(PAGE, dtype=torch.uint8, device=device)
         self._queue: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._finish, name="nnsight-async-mailbox", daemon=True)
         self._thread.start()
@@ -102,9 +118,11 @@ class CudaStaging:
 
     def copy(self, pieces: Sequence[Piece], then: Callable[[], None]) -> None:
         """Queue the copies; ``then`` is called on another thread."""
-        on_device = [piece for piece in pieces if piece.tensor.device.type == "cuda" and piece.tensor.numel()]
+        on_device = []
         for piece in pieces:
-            if piece.tensor.device.type != "cuda":
+            if piece.tensors[0].is_cuda:
+                on_device.append(piece)
+            else:
                 _copy_on_host(piece)
         event = self._start(on_device) if on_device else None
         self._queue.put((event, then))
@@ -115,17 +133,8 @@ class CudaStaging:
         self._thread.join()
 
     def _start(self, pieces: Sequence[Piece]) -> torch.cuda.Event:
-        dtypes = {piece.dtype for piece in pieces}
-        unit = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        parts, runs = [], list(_runs(pieces))
-        for run in runs:
-            end = run[0].offset
-            for piece in run:
-                if piece.offset > end:
-                    parts.append(self._padding[: piece.offset - end].view(unit))
-                parts.append(piece.tensor.to(piece.dtype).contiguous().view(-1).view(unit))
-                end = piece.offset + piece.nbytes
-        gathered = torch.cat(parts).view(torch.uint8)
+        runs = list(_runs(pieces))
+        gathered = gather(runs)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         gathered.record_stream(self._stream)
         event = torch.cuda.Event(blocking=True)
@@ -146,6 +155,50 @@ class CudaStaging:
             if event is not None:
                 event.synchronize()
             then()
+
+
+def gather(runs: Sequence[Sequence[Piece]]) -> torch.Tensor:
+    """The bytes of runs of pieces, ``[bytes]``, one run behind the other and each as it is to be in its memory.
+
+    On a device what counts is how many operations are queued, and how many are called for in Python: tensors go into
+    one ``cat`` as they are, all those together that can be, and are cast afterwards.
+    """
+    alike: dict[Any, list[Piece]] = {}
+    for run in runs:
+        for piece in run:
+            first = piece.tensors[0]
+            # Those of several lengths can be put together unless there have to be gaps between them.
+            shape = first.shape[1:] if piece.step == piece.size else first.shape
+            alike.setdefault((first.dtype, piece.dtype, first.dim(), shape, piece.step == piece.size), []).append(piece)
+    blobs: dict[int, torch.Tensor] = {}
+    for (_, dtype, dims, _, dense), pieces in alike.items():
+        tensors = [tensor for piece in pieces for tensor in piece.tensors]
+        blob = (torch.cat(tensors) if dims else torch.stack(tensors)).to(dtype).view(-1).view(torch.uint8)
+        if not dense:
+            size, step = pieces[0].size, pieces[0].step
+            spread = blob.new_zeros((len(tensors), step))
+            spread[:, :size] = blob.view(-1, size)
+            blob = spread.view(-1)
+        if len(alike) == 1 and dense and all(_touch(run) for run in runs):
+            return blob
+        lengths = [piece.step * len(piece.tensors) for piece in pieces]
+        blobs.update(zip(map(id, pieces), blob.split(lengths), strict=True))
+    parts, padding = [], None
+    for run in runs:
+        end = run[0].offset
+        for piece in run:
+            if piece.offset > end:
+                if padding is None:
+                    padding = piece.tensors[0].new_zeros(PAGE, dtype=torch.uint8)
+                parts.append(padding[: piece.offset - end])
+            parts.append(blobs[id(piece)][: piece.nbytes])
+            end = piece.offset + piece.nbytes
+    return torch.cat(parts)
+
+
+def _touch(run: Sequence[Piece]) -> bool:
+    """Whether each of a run's pieces begins where the one before it ends."""
+    return all(piece.offset + piece.nbytes == after.offset for piece, after in pairwise(run))
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
