@@ -92,7 +92,18 @@ def dumps(changes: dict[str, Change], tensors: Tensors, reference: Reference) ->
 def dumps_captured(captured: Sequence[tuple[str, str, bool, Any]], tensors: Tensors) -> bytes:
     """What was captured at locations, as ``(path, side, one row a request, value)``; see :class:`RowsOf`."""
     packer = _Packer(tensors, _nothing_travels)
+    packer.place([tensor for _, _, _, value in captured for tensor in _captured_tensors(value)])
     return _ENCODER.encode([(path, side, each, packer.value(value)) for path, side, each, value in captured])
+
+
+def _captured_tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, RowsOf):
+        return [value.tensor]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _captured_tensors(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _captured_tensors(item)]
+    return []
 
 
 class _Packer:
@@ -106,6 +117,20 @@ class _Packer:
         # Those that were sent together with others like them: their offsets, and what they are held by.
         self._offsets: dict[int, int] = {}
         self._alike: list[tuple[list[torch.Tensor], torch.dtype]] = []
+
+    def place(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put tensors that are going to be met in values where they go, together those that are alike."""
+        kinds: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+        for (shape, _), alike in kinds.items():
+            if not self._are_alike(alike):
+                continue
+            offset, dtype = self._tensors.add_alike(alike)
+            step = step_of(alike[0].numel(), dtype)
+            rest = struct.pack(f"<BB{len(shape)}q", _CODES[dtype], len(shape), *shape)
+            for index, tensor in enumerate(alike):
+                self._known[id(tensor)] = (tensor, Ext(_TENSOR, struct.pack("<Q", offset + step * index) + rest))
 
     def change(self, change: Change) -> Change:
         match change:

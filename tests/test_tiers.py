@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,19 +16,21 @@ from nnsight_async.client.tiers import find_taps
 from nnsight_async.errors import ArgumentError, LocationError, UnsupportedError
 from nnsight_async.tracing import CompiledProgram
 from nnsight_async.worker.block import Block
+from nnsight_async.worker.caching import CacheSpec, Caching
 from nnsight_async.worker.controls import Controls
+from nnsight_async.worker.copies import Copier
 from nnsight_async.worker.hooks import Hooks, record
 from nnsight_async.worker.interleaver import Interleaver
 from nnsight_async.worker.journal import Journal
 from nnsight_async.worker.programs import NO_PROGRAM
 from nnsight_async.worker.rows import Rows
-from nnsight_async.worker.taps import Keys, Shelf, Taps
+from nnsight_async.worker.taps import Places, Shelf, Taps
 
-ONE: Keys = frozenset({("layers.1", "out")})
-TWO: Keys = frozenset({("layers.1", "out"), ("layers.2", "out")})
+ONE: Taps = frozenset({("layers.1", "out")})
+TWO: Taps = frozenset({("layers.1", "out"), ("layers.2", "out")})
 
 
-def _shelf(most: int = 8, refuse: Callable[[Keys], bool] = lambda keys: False) -> Shelf[int, tuple[Keys, int]]:
+def _shelf(most: int = 8, refuse: Callable[[Taps], bool] = lambda keys: False) -> Shelf[int, tuple[Taps, int]]:
     return Shelf(lambda keys, size: None if refuse(keys) else (keys, size), most)
 
 
@@ -60,9 +63,9 @@ def test_sets_that_never_recur_get_a_graph_for_all_of_them() -> None:
 
 
 def test_the_least_recently_used_graphs_go_and_what_cannot_be_captured_is_not_tried_again() -> None:
-    asked: list[Keys] = []
+    asked: list[Taps] = []
 
-    def refuse(keys: Keys) -> bool:
+    def refuse(keys: Taps) -> bool:
         asked.append(keys)
         return keys == TWO
 
@@ -80,12 +83,12 @@ def test_the_least_recently_used_graphs_go_and_what_cannot_be_captured_is_not_tr
 
 
 def test_decode_steps_are_expected_where_decode_steps_were_before() -> None:
-    taps = Taps()
-    assert taps.expected() == frozenset()
-    taps.prefill.add(("layers.1", "out"))
-    assert taps.expected() == ONE
-    taps.decode.add(("layers.2", "out"))
-    assert taps.expected() == frozenset({("layers.2", "out")})
+    places = Places()
+    assert places.expected() == frozenset()
+    places.prefill.add(("layers.1", "out"))
+    assert places.expected() == ONE
+    places.decode.add(("layers.2", "out"))
+    assert places.expected() == frozenset({("layers.2", "out")})
 
 
 def test_the_journal_puts_back_the_rows_of_those_that_write() -> None:
@@ -107,6 +110,46 @@ def test_the_journal_puts_back_the_rows_of_those_that_write() -> None:
     journal.begin()
     journal.put_back(key, [now.fill_(9), all_of_it], 3)
     assert now.tolist() == [[9, 9]] * 4
+
+
+def test_copies_of_many_locations_are_captured_together() -> None:
+    values: dict[tuple[str, str], Any] = {
+        ("layers.0", "out"): (torch.randn(4, 3), torch.randn(4, 3)),
+        ("layers.0", "in"): ((torch.randn(4, 2),), {"scale": torch.tensor(2.0), "name": "x"}),
+        ("layers.1", "out"): torch.randn(4, 3),
+    }
+    copier = Copier()
+    for key, value in values.items():
+        copier.measure(key, value)
+    copier.allocate()
+    assert sorted(slab.shape[0] for slab in copier.copies.slabs) == [1, 1, 3]
+    for key, value in values.items():
+        copier.fill(key, value)
+    caching = Caching()
+    paths = frozenset({"layers.0", "layers.1"})
+    everything, outputs = (
+        caching.known(CacheSpec(paths, True, None)),
+        caching.known(CacheSpec(paths, False, torch.half)),
+    )
+    blocks: list[Any] = [SimpleNamespace(caches=[everything]), SimpleNamespace(caches=[everything, outputs])]
+    rows = {"a": Rows(0, 1, 0), "b": Rows(2, 3, 1)}
+    for name, block in zip(rows, blocks, strict=True):
+        block.request_id = name
+    caching.begin(blocks, rows)
+    caching.take_copies(copier.copies, 3)
+    first, second = caching.groups
+    assert [key[:2] for key in first.captured] == list(values)
+    assert {key[:2] for key in second.captured} == {("layers.0", "out"), ("layers.1", "out")}
+    expected: Any = values["layers.0", "out"]
+    got = first.captured[0][3]
+    assert torch.equal(got[1].tensor, expected[1][[0, 2]])
+    (args, kwargs) = first.captured[1][3]
+    assert torch.equal(args[0].tensor, values["layers.0", "in"][0][0][[0, 2]])
+    assert kwargs["scale"].item() == 2.0
+    assert kwargs["name"] == "x"
+    assert torch.equal(second.captured[0][3][0].tensor, expected[0][2:3].half())
+    caching.begin_again()
+    assert first.captured == []
 
 
 class _Model(nn.Module):
@@ -141,7 +184,7 @@ def _block(request_id: str, text: str, namespace: dict[str, Any], *, edits: bool
 def test_a_location_that_was_not_expected_is_shown_in_a_second_pass_with_all_edits_in_place() -> None:
     model = _Model()
     modules = dict(model.named_modules())
-    expected: Keys = frozenset({("layers.0", "out")})
+    expected: Taps = frozenset({("layers.0", "out")})
     passes: list[str] = []
 
     def seen(key: tuple[str, str], value: Any) -> None:
@@ -179,7 +222,7 @@ def test_a_location_that_was_not_expected_is_shown_in_a_second_pass_with_all_edi
     assert not interleaver.unserved()
     assert kept == {"a0": 1.0, "a2": 6.0, "c1": 123.0}
     assert output[:3, 0].tolist() == [6.0, 11.0 * 10 + 5, 21.0 + 100 + 2 + 1000 + 3]
-    assert blocks[0].taps.decode == {("layers.0", "out"), ("layers.2", "out")}
+    assert blocks[0].places.decode == {("layers.0", "out"), ("layers.2", "out")}
 
 
 def test_taps_are_found_by_their_names() -> None:

@@ -20,10 +20,12 @@ class TappedGraphs:
 
     Attributes:
         locations: where they break (``model.layers.10.output``).
+        copied: where they leave a copy for ``tracer.cache`` instead.
         tokens: the numbers of tokens a step that there is one for.
     """
 
     locations: tuple[str, ...]
+    copied: tuple[str, ...]
     tokens: tuple[int, ...]
 
 
@@ -57,8 +59,12 @@ class TierStats:
 def tier_stats(counts: TierCounts) -> TierStats:
     """What a worker has counted, as a person reads it."""
     graphs = tuple(
-        TappedGraphs(tuple(describe(path, side) for path, side in keys), tuple(tokens))  # type: ignore[arg-type]
-        for keys, tokens in counts.graphs
+        TappedGraphs(
+            tuple(describe(path, side) for path, side, *rest in taps if not rest),  # type: ignore[arg-type]
+            tuple(describe(path, side) for path, side, *rest in taps if rest),  # type: ignore[arg-type]
+            tuple(tokens),
+        )
+        for taps, tokens in counts.graphs
     )
     return TierStats(
         counts.whole,

@@ -18,7 +18,7 @@ from nnsight_async.worker.controls import Controls
 from nnsight_async.worker.keep import Shown
 from nnsight_async.worker.mutation import Mutation
 from nnsight_async.worker.rows import tensors_of
-from nnsight_async.worker.taps import Taps
+from nnsight_async.worker.taps import Places
 
 if TYPE_CHECKING:
     from nnsight_async.worker.caching import CacheSpec
@@ -83,8 +83,8 @@ class Block:
         self.cast = cast
         self.caches: list[CacheSpec] = []
         self.has_waited = False
-        self.taps = Taps()  # the program's own, which its blocks share
-        self.places: set[Key] = self.taps.prefill  # where in it the step in progress is noted
+        self.places = Places()  # the program's own, which its blocks share
+        self.noted: set[Key] = self.places.prefill  # where in it the step in progress is noted
         self.edits = False  # whether it may write into what it is shown
         self._mutation = mutation
         self.started = False

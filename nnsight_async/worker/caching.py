@@ -18,6 +18,7 @@ from nnsight_async.saving import CacheMark
 from nnsight_async.tree import ModuleRef
 from nnsight_async.wire import RowsOf
 from nnsight_async.worker.block import Block, Key
+from nnsight_async.worker.copies import Copies, Copy
 from nnsight_async.worker.rows import Rows
 
 
@@ -76,20 +77,33 @@ class Group:
     captured: list[tuple[str, str, bool, Any]] = field(default_factory=list)
 
 
+#: How many specifications are kept to be found again.
+_MOST_SPECS: Final = 1024
+
+
 class Caching:
     """The captures of the step in progress."""
 
     def __init__(self) -> None:
         self._by_key: dict[Key, list[Group]] = {}
+        self._specs: dict[CacheSpec, CacheSpec] = {}
         self.groups: list[Group] = []
+
+    def known(self, spec: CacheSpec) -> CacheSpec:
+        """The same specification for all that are equal, so that their identities tell them apart."""
+        if len(self._specs) > _MOST_SPECS:
+            self._specs.clear()
+        return self._specs.setdefault(spec, spec)
 
     def begin(self, blocks: Iterable[Block], rows: Mapping[str, Rows]) -> list[Key]:
         """Start a step; returns the locations at which something will be captured."""
         self._by_key.clear()
-        groups: dict[tuple[CacheSpec, int], Group] = {}
+        groups: dict[tuple[int, int], Group] = {}
         for block in blocks:
             for number, spec in enumerate(block.caches):
-                group = groups.setdefault((spec, number), Group(spec, number))
+                group = groups.get((id(spec), number))
+                if group is None:
+                    group = groups[id(spec), number] = Group(spec, number)
                 group.blocks.append(block)
                 group.rows.append(rows[block.request_id])
         self.groups = list(groups.values())
@@ -97,6 +111,33 @@ class Caching:
             for key in group.spec.locations():
                 self._by_key.setdefault(key, []).append(group)
         return list(self._by_key)
+
+    def begin_again(self) -> None:
+        """The forward pass is run once more: what was captured in it may be another now."""
+        for group in self.groups:
+            group.captured.clear()
+
+    def take_copies(self, copies: Copies, size: int) -> None:
+        """Capture what a graph has left of locations, all of them at once; ``size`` is the number of tokens."""
+        for group in self.groups:
+            wanted = [key for key in copies.values if group in self._by_key.get(key, ())]
+            if not wanted:
+                continue
+            places = _merge([(rows.start, rows.stop) for rows in group.rows])
+            taken: list[Sequence[Any]] = []
+            for slab in copies.slabs:
+                if slab.shape[1] < size:
+                    rows = slab
+                elif len(places) == 1:
+                    rows = slab[:, slice(*places[0])]
+                else:
+                    rows = torch.cat([slab[:, start:stop] for start, stop in places], dim=1)
+                if group.spec.dtype is not None and rows.is_floating_point():
+                    rows = rows.to(group.spec.dtype)
+                parts = rows.unbind()
+                taken.append(parts if slab.shape[1] < size else [RowsOf(part) for part in parts])
+            for key in wanted:
+                group.captured.append((*key, False, _taken(copies.values[key], taken)))
 
     def locations(self) -> Iterable[Key]:
         """Where something is captured in this step."""
@@ -130,6 +171,19 @@ def _capture(value: Any, places: Sequence[tuple[int, int]], size: int, dtype: to
         return [_capture(item, places, size, dtype) for item in value]
     if isinstance(value, dict):
         return {str(name): _capture(item, places, size, dtype) for name, item in value.items()}
+    return value if type(value) in _PLAIN else None
+
+
+def _taken(value: Any, taken: Sequence[Sequence[Any]]) -> Any:
+    """``value`` as :func:`_capture` gives it, its tensors found in what was taken of the slabs."""
+    if isinstance(value, Copy):
+        return taken[value.slab][value.at]
+    if isinstance(value, tuple):
+        return tuple(_taken(item, taken) for item in value)
+    if isinstance(value, list):
+        return [_taken(item, taken) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _taken(item, taken) for name, item in value.items()}
     return value if type(value) in _PLAIN else None
 
 

@@ -18,10 +18,12 @@ from nnsight_async.saving import CacheMark
 from nnsight_async.tree import describe, is_operation, split_operation
 from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Waiting
 from nnsight_async.worker.caching import CacheSpec, Caching, chosen_paths, open_cache
+from nnsight_async.worker.copies import Copies
 from nnsight_async.worker.journal import Journal
 from nnsight_async.worker.keep import Shown
 from nnsight_async.worker.rows import Rows, Spans, assign, tensors_of
 from nnsight_async.worker.slabs import Slabs
+from nnsight_async.worker.taps import COPIED, Places, Tap, Taps
 
 if TYPE_CHECKING:
     from nnsight_async.worker.ranks import Ranks
@@ -92,7 +94,7 @@ class Interleaver:
         self._enter()
         for block, place in zip(step, rows.values(), strict=True):
             block.step += 1
-            block.places = block.taps.decode if place.stop - place.start == 1 else block.taps.prefill
+            block.noted = block.places.decode if place.stop - place.start == 1 else block.places.prefill
             if block.ended:
                 continue
             waiting = block.waiting
@@ -104,21 +106,26 @@ class Interleaver:
         for key in self.caching.begin(step, self._rows):
             self._need_hook(key)
 
-    def wanted(self) -> frozenset[Key] | None:
-        """The locations of the coming forward pass that are going to be looked at, as far as can be told.
+    def wanted(self) -> Taps | None:
+        """What the coming forward pass is going to be looked at for, as far as can be told.
 
-        None where the pass has to be run in a way that shows any location at any time.
+        None where it has to be run in a way that shows any location at any time.
         """
-        programs = {block.taps for key, blocks in self._waiting.items() if self._in_pass(key) for block in blocks}
-        wanted: set[Key] = {key for key in self._waiting if self._in_pass(key)}
-        wanted.update(key for key in self.caching.locations() if self._in_pass(key))
-        for taps in programs:
-            if taps.irregular:
+        looked: set[Key] = set()
+        programs: set[Places] = set()
+        for key, blocks in self._waiting.items():
+            if self._in_pass(key):
+                looked.add(key)
+                programs.update([block.places for block in blocks])
+        for places in programs:
+            if places.irregular:
                 return None
-            wanted |= taps.expected()
-        if any(split_operation(path) is not None for path, _ in wanted):
+            looked |= places.expected()
+        if any(is_operation(path) for path, _ in looked):
             return None
-        return frozenset(key for key in wanted if self._in_pass(key))
+        taps: set[Tap] = {key for key in looked if self._in_pass(key)}
+        taps.update([(*key, COPIED) for key in self.caching.locations() if key not in looked and self._in_pass(key)])
+        return frozenset(taps)
 
     def _in_pass(self, key: Key) -> bool:
         if key[1] not in ("in", "out"):
@@ -139,6 +146,7 @@ class Interleaver:
         """The forward pass is run once more, and shows everything."""
         self._noting, self._again = False, True
         self._journal.begin_again()
+        self.caching.begin_again()
         self._position = _NOWHERE
 
     def end_forward(self) -> None:
@@ -151,7 +159,7 @@ class Interleaver:
         if self._again:
             self._journal.put_back(key, list(tensors_of(value)), self._tokens)
         blocks = self._waiting.pop(key, None)
-        captures = self.caching.wants(key) and not self._again
+        captures = self.caching.wants(key)
         if blocks is None:
             if self._noting:
                 self._journal.note(key, (), ())
@@ -194,6 +202,10 @@ class Interleaver:
     def _capture(self, key: Key, value: Any) -> None:
         size = self._tokens if self._in_forward else self._requests
         self.caching.capture(key, value, size, by_index=not self._in_forward)
+
+    def take_copies(self, copies: Copies) -> None:
+        """Capture what a graph has copied of the locations that nobody else looked at."""
+        self.caching.take_copies(copies, self._tokens)
 
     def visit_logits(self, logits: torch.Tensor) -> None:
         """Edit the logits ``[requests, vocab]`` as messages say, then show each request its own."""
@@ -322,7 +334,7 @@ class Interleaver:
             self._queue(block, waiting.key)
 
     def _queue(self, block: Block, key: Key) -> None:
-        block.places.add(key)
+        block.noted.add(key)
         queue = self._waiting.get(key)
         if queue is not None:
             queue.append(block)
@@ -452,7 +464,8 @@ class Interleaver:
     def open_cache(self, modules: Any, *, include_inputs: bool, device: str, dtype: torch.dtype | None) -> CacheMark:
         """Have the running block's request captured at every step: the outputs of modules, and their inputs."""
         known = dict.fromkeys(path for path, side in self._order if side == "out")
-        return open_cache(self.running, CacheSpec(chosen_paths(modules, known), include_inputs, dtype), device)
+        spec = CacheSpec(chosen_paths(modules, known), include_inputs, dtype)
+        return open_cache(self.running, self.caching.known(spec), device)
 
     # What a step did.
 

@@ -11,7 +11,7 @@ import msgspec
 from nnsight_async.protocol import KNOWN_PROGRAMS
 from nnsight_async.tracing import CompiledProgram, Program, compile_program
 from nnsight_async.worker.mutation import Mutation, find_mutation
-from nnsight_async.worker.taps import Taps
+from nnsight_async.worker.taps import Places
 
 #: Stands in for a program that could not be compiled.
 NO_PROGRAM: Final = (
@@ -28,7 +28,7 @@ class Programs:
     def __init__(self) -> None:
         self._encoded: OrderedDict[str, bytes] = OrderedDict()
         self._compiled: OrderedDict[str, tuple[CompiledProgram, Mutation]] = OrderedDict()
-        self._taps: OrderedDict[str, Taps] = OrderedDict()
+        self._places: OrderedDict[str, Places] = OrderedDict()
 
     def add(self, digest: str, encoded: bytes) -> None:
         """Take in a program as it travels."""
@@ -51,12 +51,12 @@ class Programs:
             keep_newest(self._compiled, KNOWN_PROGRAMS)
         return known
 
-    def taps(self, digest: str) -> Taps:
+    def places(self, digest: str) -> Places:
         """What a program is known to look at."""
-        taps = self._taps.setdefault(digest, Taps())
-        self._taps.move_to_end(digest)
-        keep_newest(self._taps, KNOWN_PROGRAMS)
-        return taps
+        places = self._places.setdefault(digest, Places())
+        self._places.move_to_end(digest)
+        keep_newest(self._places, KNOWN_PROGRAMS)
+        return places
 
 
 def keep_newest(table: OrderedDict[str, Any], most: int) -> None:

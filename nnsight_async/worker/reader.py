@@ -57,7 +57,7 @@ class WorkerReader:
             )
         self._interleaver.wait_for((path, "in"))
         self._hooks.add((path, "out"))
-        self._interleaver.running.taps.irregular = True  # what is inside of it is not to be run
+        self._interleaver.running.places.irregular = True  # what is inside of it is not to be run
         self._skips.skip(path, replacement)
 
     def call(self, module: ModuleRef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -32,6 +32,7 @@ from nnsight_async.tracing import loads
 from nnsight_async.tree import ModuleRef, install_reader
 from nnsight_async.worker.block import Block, Key
 from nnsight_async.worker.controls import Controls
+from nnsight_async.worker.copies import Copies
 from nnsight_async.worker.faces import ModelFace, TracerFace
 from nnsight_async.worker.hooks import Hooks, Instead, record
 from nnsight_async.worker.interleaver import Interleaver
@@ -44,6 +45,7 @@ from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.runners import Runner
 from nnsight_async.worker.saving import saving_functions
 from nnsight_async.worker.skips import Outputs, Skips
+from nnsight_async.worker.taps import Taps
 
 logger = init_logger(__name__)
 
@@ -207,8 +209,8 @@ class Session:
         self._skips.begin()
         self.interleaver.begin(traced, tokens, len(rows))
 
-    def wanted(self) -> frozenset[Key] | None:
-        """The locations of the coming pass that blocks and caches look at; None where any may be asked for."""
+    def wanted(self) -> Taps | None:
+        """What blocks and caches look at in the coming pass; None where they may ask for anything."""
         return self.interleaver.wanted()
 
     def note_pass(self) -> None:
@@ -229,8 +231,12 @@ class Session:
             self._skips.replace(key[0], value)
         self.interleaver.visit(key, value)
 
+    def take_copies(self, copies: Copies) -> None:
+        """A graph has copied what only caches look at."""
+        self.interleaver.take_copies(copies)
+
     @contextmanager
-    def diverted(self, keys: Iterable[Key], tap: Callable[[Key, Any], None]) -> Iterator[None]:
+    def diverted(self, keys: Collection[Key], tap: Callable[[Key, Any], None]) -> Iterator[None]:
         """Have a forward pass that is no step of anybody's show locations to ``tap`` instead of to the blocks."""
         wanted = frozenset(keys)
         for key in wanted:
@@ -268,7 +274,7 @@ class Session:
             message = msgspec.msgpack.decode(traced, type=Traced)
             cast = getattr(torch, message.dtype) if message.dtype else None
             block = Block(request_id, *self.programs.get(message.digest), namespace, controls, cast)
-            block.taps = self.programs.taps(message.digest)
+            block.places = self.programs.places(message.digest)
             namespace.update(loads(message.values, self._resolve))
             for early in self._early.pop(request_id, ()):
                 controls.apply(msgspec.msgpack.decode(early, type=Message))

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 if TYPE_CHECKING:
     from nnsight_async.worker.block import Key
 
-Keys = frozenset[tuple[str, str]]
+#: What a graph is captured for: ``(path, side)`` breaks it at a location, ``(path, side, COPIED)`` has it leave a copy.
+Tap = tuple[str, ...]
+Taps = frozenset[Tap]
+COPIED: Final = "copied"
 Size = TypeVar("Size", bound=Hashable)
 Graph = TypeVar("Graph")
 
 
-class Taps:
+class Places:
     """The locations that one program has come to, apart for the steps of prompts and those of single tokens.
 
     ``irregular`` is set by what no graph can serve (a module that is skipped, an operation inside one).
@@ -29,9 +32,9 @@ class Taps:
         self.prefill: set[Key] = set()
         self.decode: set[Key] = set()
         self.irregular = False
-        self._frozen: tuple[int, int, Keys] = (0, 0, frozenset())
+        self._frozen: tuple[int, int, frozenset[Key]] = (0, 0, frozenset())
 
-    def expected(self) -> Keys:
+    def expected(self) -> frozenset[Key]:
         """Where a decode step is expected to be looked at; before the first one, where the prompt's was."""
         sizes = len(self.prefill), len(self.decode)
         if sizes != self._frozen[:2]:
@@ -55,18 +58,18 @@ class Shelf(Generic[Size, Graph]):
         most: how many graphs are kept.
     """
 
-    def __init__(self, capture: Callable[[Keys, Size], Graph | None], most: int) -> None:
+    def __init__(self, capture: Callable[[Taps, Size], Graph | None], most: int) -> None:
         self._capture = capture
         self._most = most
-        self._graphs: OrderedDict[tuple[Keys, Size], Graph] = OrderedDict()
-        self._asked: Counter[tuple[Keys, Size]] = Counter()
-        self._missed: deque[Keys] = deque(maxlen=_MISSES)
-        self._refused: set[tuple[Keys, Size]] = set()
+        self._graphs: OrderedDict[tuple[Taps, Size], Graph] = OrderedDict()
+        self._asked: Counter[tuple[Taps, Size]] = Counter()
+        self._missed: deque[Taps] = deque(maxlen=_MISSES)
+        self._refused: set[tuple[Taps, Size]] = set()
 
-    def __iter__(self) -> Iterator[tuple[Keys, Size]]:
+    def __iter__(self) -> Iterator[tuple[Taps, Size]]:
         return iter(self._graphs)
 
-    def pick(self, keys: Keys, sizes: Iterable[Size]) -> tuple[Size, Graph] | None:
+    def pick(self, keys: Taps, sizes: Iterable[Size]) -> tuple[Size, Graph] | None:
         """A graph that breaks at least at ``keys``: of the first of ``sizes``, which fits best, or of another.
 
         It is captured here once it is certain to be worth it. None where there is none yet.
@@ -90,7 +93,7 @@ class Shelf(Generic[Size, Graph]):
                 return self.add(union, best)
         return served
 
-    def add(self, keys: Keys, size: Size) -> tuple[Size, Graph] | None:
+    def add(self, keys: Taps, size: Size) -> tuple[Size, Graph] | None:
         """Capture a graph and keep it; None where that cannot be done, which is not tried again."""
         if (keys, size) in self._refused:
             return None
@@ -111,7 +114,7 @@ class Shelf(Generic[Size, Graph]):
         del self._asked[dropped]
         return True
 
-    def _stand_in(self, keys: Keys, best: Size, larger: Iterable[Size]) -> tuple[Size, Graph] | None:
+    def _stand_in(self, keys: Taps, best: Size, larger: Iterable[Size]) -> tuple[Size, Graph] | None:
         fitting = [known for known in self._graphs if keys <= known[0]]
         for size in (best, *larger):
             known = min((one for one in fitting if one[1] == size), key=lambda one: len(one[0]), default=None)

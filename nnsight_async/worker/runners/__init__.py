@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from nnsight_async.protocol import TierCounts
+from nnsight_async.worker.copies import Copies
 from nnsight_async.worker.rows import Rows
-from nnsight_async.worker.taps import Keys
+from nnsight_async.worker.taps import Taps
 
 
 class StepEvents(Protocol):
@@ -19,8 +20,8 @@ class StepEvents(Protocol):
     def before_forward(self, rows: dict[str, Rows], tokens: int) -> None:
         """The batch is laid out: ``rows`` says where each request is, ``tokens`` how many tokens there are."""
 
-    def wanted(self) -> Keys | None:
-        """The locations of the coming forward pass that somebody is going to look at; None: any of them may be."""
+    def wanted(self) -> Taps | None:
+        """What the coming forward pass is going to be looked at for; None: anything."""
 
     def note_pass(self) -> None:
         """The pass that comes shows no more than what was wanted."""
@@ -28,13 +29,18 @@ class StepEvents(Protocol):
     def at_tap(self, key: tuple[str, str], value: Any) -> None:
         """Such a pass has come to a wanted location."""
 
+    def take_copies(self, copies: Copies) -> None:
+        """Such a pass is over, and has left copies of the wanted locations that it did not show."""
+
     def unserved(self) -> bool:
         """Whether, at its end, somebody waits for another."""
 
     def begin_again(self) -> None:
         """Then the same pass is run once more, and shows everything."""
 
-    def diverted(self, keys: Keys, tap: Callable[[tuple[str, str], Any], None]) -> AbstractContextManager[None]:
+    def diverted(
+        self, keys: Collection[tuple[str, str]], tap: Callable[[tuple[str, str], Any], None]
+    ) -> AbstractContextManager[None]:
         """Show ``keys`` to ``tap``, and nothing to anybody's blocks, in the forward passes of this context."""
 
     def after_forward(self) -> None:
@@ -59,7 +65,7 @@ class Runner(Protocol):
     def model(self) -> nn.Module:
         """The model itself, without wrappers."""
 
-    def attach(self, events: StepEvents, taps: Sequence[Keys] = ()) -> None:
+    def attach(self, events: StepEvents, taps: Sequence[Taps] = ()) -> None:
         """Have ``events`` called at each step from now on; where there are tapped graphs, capture some for ``taps``."""
 
     def tier_counts(self) -> TierCounts:

@@ -2,7 +2,8 @@
 
 A tapped graph is a list of what a replay does in turn: replay a part of the forward pass, call back at a location,
 replay the next part. It is captured by running the model's forward once under stream capture, with the wrappers of the
-awaited modules ending the capture of one part and beginning that of the next. Attention stays inside, as in vLLM's FULL
+awaited modules ending the capture of one part and beginning that of the next. Where a location is only captured, by
+``tracer.cache``, no part ends: the graph copies it. Attention stays inside, as in vLLM's FULL
 graphs, from which everything else is taken: their static input buffers, their attention metadata, their memory pool and
 the buffer of hidden states that they leave. So ``run_fullgraph`` can replay the one in place of the other.
 
@@ -24,11 +25,15 @@ from vllm.model_executor.offloader.base import get_offloader
 from vllm.utils.torch_utils import weak_ref_tensor
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
+from nnsight_async.worker.copies import Copier, Copies
+from nnsight_async.worker.taps import COPIED, Taps
+
 
 class TappedGraph:
-    """A forward pass captured in parts, with calls between them."""
+    """A forward pass captured in parts, with calls between them; ``copies`` is what a replay leaves of locations."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, copies: Copies) -> None:
+        self.copies = copies
         self._pool = pool
         self._turns: list[Callable[[], Any]] = []
         self._part: torch.cuda.CUDAGraph | None = None
@@ -71,23 +76,29 @@ class Capturer:
         self._visit = visit
         self._forward_of = _forward_factory(runner)
 
-    def capture(self, keys: frozenset[tuple[str, str]], size: Any, diverted: Any) -> TappedGraph:
-        """Capture a graph that calls back at ``keys``, of the size of one of vLLM's own.
+    def capture(self, taps: Taps, size: Any, diverted: Any) -> TappedGraph:
+        """Capture a graph of the size of one of vLLM's own.
 
-        ``diverted(keys, tap)`` is a context in which the model's forward calls ``tap(key, value)`` at those locations.
-        To be called between steps; waits for the device.
+        ``diverted(keys, tap)`` is a context in which the model's forward calls ``tap(key, value)`` at locations. To be
+        called between steps; waits for the device.
         """
-        manager = self._manager
+        manager, copier = self._manager, Copier()
+        keys = {(tap[0], tap[1]) for tap in taps}
+        copied = {(tap[0], tap[1]) for tap in taps if tap[2:] == (COPIED,)}
         torch.cuda.synchronize()
         with torch.inference_mode(), graph_capture(device=manager.device), _no_collection():
-            with diverted(keys, lambda key, value: None):
+            with diverted(copied, copier.measure):
                 self._forward_of(size, warmup=True)(CUDAGraphMode.NONE)
+            copier.allocate()
             forward = self._forward_of(size, warmup=False)
             get_offloader().sync_prev_onload()
             with capture_pool(manager.pool, manager.vllm_config) as pool:
-                graph = TappedGraph(pool)
+                graph = TappedGraph(pool, copier.copies)
 
                 def tap(key: tuple[str, str], value: Any) -> None:
+                    if key in copied:
+                        copier.fill(key, value)
+                        return
                     # Weakly, as the pool's memory is the graph's, and the next part may use it again.
                     shown = _weakly(value)
                     graph.call(lambda: self._visit(key, shown))

@@ -25,7 +25,7 @@ from nnsight_async.protocol import TierCounts
 from nnsight_async.worker.runners import StepEvents
 from nnsight_async.worker.runners.compiled import CompiledCode
 from nnsight_async.worker.runners.tapped import Capturer, TappedGraph
-from nnsight_async.worker.taps import Keys, Shelf
+from nnsight_async.worker.taps import Shelf, Taps
 
 logger = init_logger(__name__)
 
@@ -56,7 +56,7 @@ class Tiers:
         self.traced = False
         self._manager.dispatch = self._choose
 
-    def attach(self, events: StepEvents, taps: Sequence[Keys]) -> None:
+    def attach(self, events: StepEvents, taps: Sequence[Taps]) -> None:
         """Begin to take the steps' blocks into account."""
         self._events = events
         manager, runner = self._manager, self._runner
@@ -98,7 +98,7 @@ class Tiers:
 
     def counts(self) -> TierCounts:
         """How the steps so far were run, and which graphs there are."""
-        graphs: dict[Keys, list[int]] = {}
+        graphs: dict[Taps, list[int]] = {}
         for keys, size in self._shelf:
             graphs.setdefault(keys, []).append(size.num_tokens)
         self._counts.graphs = [(sorted(keys), sorted(sizes)) for keys, sizes in graphs.items()]
@@ -120,7 +120,7 @@ class Tiers:
         if self._forced:
             self._code.use(False)
             return eager
-        wanted: Keys | None = frozenset()
+        wanted: Taps | None = frozenset()
         if traced:
             assert self._events is not None
             wanted = self._events.wanted()
@@ -174,6 +174,8 @@ class Tiers:
         finally:
             self._replaying = False
             graphs[size] = own
+        if graph.copies.values:
+            self._events.take_copies(graph.copies)
         if self._events.unserved():
             self._counts.again += 1
             self._run_again()
@@ -212,7 +214,7 @@ class Tiers:
 
     # Capturing.
 
-    def _capture(self, keys: Keys, size: BatchExecutionDescriptor) -> TappedGraph | None:
+    def _capture(self, keys: Taps, size: BatchExecutionDescriptor) -> TappedGraph | None:
         assert self._capturer is not None
         assert self._events is not None
         if torch.cuda.mem_get_info(self._manager.device)[0] < _SPARE and not self._shelf.drop_oldest():

@@ -22,7 +22,7 @@ from nnsight_async.protocol import TierCounts
 from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.runners import StepEvents
 from nnsight_async.worker.runners.base import RunnerBase
-from nnsight_async.worker.taps import Keys
+from nnsight_async.worker.taps import Taps
 
 
 class V1Runner(RunnerBase):
@@ -36,7 +36,7 @@ class V1Runner(RunnerBase):
         runner._determine_batch_execution_and_padding = self._choose
         self._events: StepEvents | None = None
 
-    def attach(self, events: StepEvents, taps: Sequence[Keys] = ()) -> None:
+    def attach(self, events: StepEvents, taps: Sequence[Taps] = ()) -> None:
         """Have ``events`` called at each step from now on; ``taps`` is for runners with tapped graphs."""
         self._events = events
         runner = self._runner

@@ -21,7 +21,7 @@ from nnsight_async.worker.rows import Rows
 from nnsight_async.worker.runners import StepEvents
 from nnsight_async.worker.runners.base import RunnerBase
 from nnsight_async.worker.runners.tiers import Tiers
-from nnsight_async.worker.taps import Keys
+from nnsight_async.worker.taps import Taps
 
 
 class V2Runner(RunnerBase):
@@ -31,7 +31,7 @@ class V2Runner(RunnerBase):
         super().__init__(runner)
         self._tiers = Tiers(runner, self.code)
 
-    def attach(self, events: StepEvents, taps: Sequence[Keys] = ()) -> None:
+    def attach(self, events: StepEvents, taps: Sequence[Taps] = ()) -> None:
         """Have ``events`` called at each step from now on; graphs for ``taps`` are captured before this returns."""
         runner = self._runner
         gather, sample, draw = runner.gather_batch_req_state, runner.sample, runner.sampler.sample
