@@ -42,6 +42,8 @@ _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 #: Seconds without a post after which shared memory that nothing needs is given back.
 _QUIET = 1.0
+#: Seconds within which an engine that could not answer is found to have died, if it has.
+_LAST_WORDS = 10.0
 
 
 def _close_all() -> None:
@@ -82,6 +84,7 @@ class Connection:
         self._calls: set[asyncio.Task[Any]] = set()  # to the worker
         self._running: set[Invoke] = set()
         self._failure = ""
+        self._ended = asyncio.Event()
         self._closed = False
         self._closing = threading.Lock()
         self.ledger = Ledger(mailbox_bytes)
@@ -136,6 +139,7 @@ class Connection:
         if self._closed or self._failure:
             return
         self._failure = why
+        self._ended.set()
         for invoke in list(self._running):
             invoke.put(EngineError(why))
         for call in list(self._calls):
@@ -212,14 +216,23 @@ class Connection:
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
         try:
-            answers: list[Any] = await self.engine.collective_rpc(method, args=args)
-            return answers
-        except EngineDeadError as error:
-            raise EngineError(ENGINE_DIED) from error
+            return await self._answers(method, *args)
         except asyncio.CancelledError:
             if self._failure:  # vLLM leaves those who wait for an answer waiting
                 raise EngineError(self._failure) from None
             raise
+
+    async def _answers(self, method: str, *args: Any) -> list[Any]:
+        try:
+            answers: list[Any] = await self.engine.collective_rpc(method, args=args)
+            return answers
+        except EngineDeadError as error:
+            raise EngineError(ENGINE_DIED) from error
+        except Exception as error:  # of an engine that is dying, this may come before the news of it
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS):
+                    await self._ended.wait()
+            raise EngineError(self._failure or f"the worker could not answer: {error}") from error
 
     async def _send_program(self, program: Program) -> None:
         """Send a program ahead of the first request that needs it; the engine takes both in order."""
