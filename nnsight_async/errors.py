@@ -81,6 +81,11 @@ class UnsupportedError(NnsightAsyncError, NotImplementedError):
     """Something this engine does not do; the message says what to do instead."""
 
 
+#: What is said once an engine has died.
+ENGINE_DIED: Final = (
+    "the engine has died, and with it every request that was running; its processes' own messages, on stderr, say why. "
+    "Close this model and start it anew"
+)
 #: Why there is no barrier, in the caller and in a block.
 NO_BARRIER: Final = (
     "tracer.barrier is not available: each invoke is a request of its own and runs when the scheduler takes it, so "

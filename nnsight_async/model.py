@@ -13,7 +13,8 @@ from nnsight_async.client.connection import Connection, Stats
 from nnsight_async.client.generate import generate
 from nnsight_async.client.ledger import DEFAULT_LIMIT
 from nnsight_async.client.map import Map
-from nnsight_async.client.sampling import check_settings, split_prompts
+from nnsight_async.client.prompts import split_prompts
+from nnsight_async.client.sampling import check_settings
 from nnsight_async.client.tiers import find_taps
 from nnsight_async.client.tracer import Tracer
 from nnsight_async.engine.arguments import build_config
@@ -131,7 +132,8 @@ class VLLM:
             ArgumentError: a misspelled or impossible setting.
             PromptError: a prompt that is empty, too long, or no prompt.
         """
-        work = generate(self._connection, split_prompts(prompts), check_settings(sampling), progress=progress)
+        settings = check_settings(sampling, self._config)
+        work = generate(self._connection, split_prompts(prompts), settings, progress=progress)
         return self._connection.call(work) if self.mode == "sync" else self._connection.wait(work)
 
     def map(

@@ -195,3 +195,74 @@ print("after", len(result.outputs[0].token_ids), flush=True)
     out, errors = process.communicate(timeout=120)
     assert "after 2" in out, errors[-3000:]
     assert process.returncode == 0
+
+
+DYING = """
+import asyncio, copy, threading
+from nnsight_async.errors import EngineError
+
+face = copy.copy(model)
+face.mode = "async"
+told = []
+
+def tell(name, call):
+    try:
+        call()
+        told.append(f"{name}: no error")
+    except EngineError as error:
+        told.append(f"{name}: {error}")
+
+def trace():
+    with model.trace("One two", max_tokens=400, ignore_eos=True):
+        for _ in range(400):
+            time.sleep(0.1)
+            logits = model.logits.save()
+
+def generate():
+    model.generate(["One two"] * 3, max_tokens=400, ignore_eos=True, progress=False)
+
+def stats():
+    while True:
+        model._connection.call(model._connection.stats())
+
+async def stream():
+    with face.trace("One two", max_tokens=400, ignore_eos=True) as tracer:
+        for _ in tracer.all():
+            time.sleep(0.1)
+            face.samples
+    await anext(tracer.backend)
+    print("running", flush=True)
+    async for _ in tracer.backend:
+        await tracer.backend.edit_logits({3: 1.0})
+
+calls = {"trace": trace, "generate": generate, "stats": stats, "stream": lambda: asyncio.run(stream())}
+threads = [threading.Thread(target=tell, args=item) for item in calls.items()]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+for item in calls.items():
+    tell(*item)
+model.close()
+print(*told, sep="\\n", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["VLLM::Worker", "VLLM::EngineCor"])  # the kernel keeps 15 characters of a name
+def test_an_engine_that_dies_is_told_to_all_who_wait_and_all_who_come(tmp_path: Path, victim: str) -> None:
+    process, children = _start(tmp_path, DYING)
+    (pid,) = [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == victim]
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    os.kill(pid, signal.SIGKILL)
+    out, errors = process.communicate(timeout=120)
+    told = [line for line in out.splitlines() if ": " in line and not line.startswith("(")]
+    assert sorted(line.partition(":")[0] for line in told) == sorted(["trace", "generate", "stats", "stream"] * 2), (
+        errors
+    )
+    for line in told:
+        assert "the engine has died" in line
+        assert "start it anew" in line
+    assert process.returncode == 0
+    assert _alive(children) == []

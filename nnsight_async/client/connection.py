@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 
 import msgspec
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from nnsight_async.client.invoke import Invoke
 from nnsight_async.client.ledger import Ledger
@@ -27,8 +29,8 @@ from nnsight_async.client.loop import LoopThread
 from nnsight_async.client.mailbox import Mailbox
 from nnsight_async.client.tiers import TierStats, tier_stats
 from nnsight_async.engine.arguments import set_worker_settings
-from nnsight_async.engine.start import Sink, render_prompt, settle, start_engine, stop_engine
-from nnsight_async.errors import ArgumentError, ClosedError, EngineError, NnsightAsyncError
+from nnsight_async.engine.start import Sink, render_prompt, settle, start_engine, stop_engine, watch_end
+from nnsight_async.errors import ENGINE_DIED, ArgumentError, ClosedError, EngineError, NnsightAsyncError, PromptError
 from nnsight_async.protocol import KNOWN_PROGRAMS, Message, TierCounts, WorkerSettings
 from nnsight_async.tracing import Program
 
@@ -41,6 +43,8 @@ _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 #: Seconds without a post after which shared memory that nothing needs is given back.
 _QUIET = 1.0
+#: Seconds within which an engine that could not answer is found to have died, if it has.
+_LAST_WORDS = 10.0
 
 
 def _close_all() -> None:
@@ -81,8 +85,10 @@ class Connection:
         self._sinks: dict[str, Sink] = {}
         self._mailbox: Mailbox | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._calls: set[asyncio.Task[Any]] = set()  # to the worker, that nobody waits for
-        self._failure: NnsightAsyncError | None = None
+        self._calls: set[asyncio.Task[Any]] = set()  # to the worker
+        self._running: set[Invoke] = set()
+        self._failure = ""
+        self._ended = asyncio.Event()
         self._closed = False
         self._closing = threading.Lock()
         self.ledger = Ledger(mailbox_bytes)
@@ -106,13 +112,13 @@ class Connection:
         """Start the engine if it is not started yet, and wait until it is.
 
         Raises:
-            EngineError: it could not start; the cause says why.
+            EngineError: it could not start, and the cause says why, or it has died.
             ClosedError: the model is closed.
         """
         if self._closed:
             raise ClosedError("the model is closed")
-        if self._failure is not None:
-            raise self._failure
+        if self._failure:
+            raise EngineError(self._failure)
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
         # The start belongs to all who wait for it, so none of them may cancel it.
@@ -126,33 +132,47 @@ class Connection:
         except Exception as error:
             self._mailbox.close()
             raise EngineError(f"the engine could not start: {error}") from error
-        self._mailbox.start(self._mailbox_failed)
+        watch_end(self._engine, lambda: self._failed(ENGINE_DIED))
+        self._mailbox.start(lambda error: self._failed(f"the mailbox failed: {type(error).__name__}: {error}"))
         # Handlers run last in, first out, and multiprocessing's own would terminate the engine before it is closed.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
 
-    def _mailbox_failed(self, error: BaseException) -> None:
-        self._failure = EngineError(f"the mailbox failed: {type(error).__name__}: {error}")
-        for sink in set(self.mailbox.receivers.values()):
-            assert isinstance(sink, Invoke)
-            sink.put(self._failure)
+    def _failed(self, why: str) -> None:
+        """Tell everybody who waits for something, and all who come later."""
+        if self._closed or self._failure:
+            return
+        self._failure = why
+        self._ended.set()
+        for invoke in list(self._running):
+            invoke.put(EngineError(why))
+        for call in list(self._calls):
+            call.cancel()
 
     async def submit(self, invoke: Invoke) -> str:
         """Put an invoke's request into the engine; returns its internal id."""
         await self.ready()
         request_id = f"trace-{uuid.uuid4().hex[:16]}"
         self._sinks[request_id] = invoke
+        self._running.add(invoke)
         try:
-            prompt = await render_prompt(self.engine, invoke.prompt)
+            try:
+                prompt = await render_prompt(self.engine, invoke.prompt)
+            except (VLLMClientError, ValueError, TypeError) as error:
+                raise PromptError(f"vLLM does not take this prompt: {error}") from error
             if invoke.program is not None:
                 await self._send_program(invoke.program)
-            collector = await self.engine.add_request(request_id, prompt, invoke.params)
+            try:
+                collector = await self.engine.add_request(request_id, prompt, invoke.params)
+            except (VLLMClientError, ValueError, TypeError) as error:
+                raise ArgumentError(f"vLLM does not take this request: {error}") from error
         finally:
             del self._sinks[request_id]
         return str(collector.request_id)
 
     async def forget(self, invoke: Invoke) -> None:
         """Free everything of an invoke, aborting its request if it is still running."""
+        self._running.discard(invoke)
         if self._engine is None:
             return
         for worker_id in invoke.worker_ids:
@@ -167,7 +187,7 @@ class Connection:
 
     async def send_result(self, worker_id: str, result: bytes | None) -> None:
         """Hand a finished request's RequestOutput to its block, or None to have the block freed without."""
-        await self.engine.collective_rpc("nnsight_async_result", args=(worker_id, result))
+        await self._ask("nnsight_async_result", worker_id, result)
 
     async def send_message(self, worker_ids: Sequence[str], message: Message) -> dict[str, int]:
         """Send a message to running requests; the step from which it holds in each, -1 for one that is over.
@@ -177,12 +197,46 @@ class Connection:
         """
         if not worker_ids:
             return {}
-        args = (list(worker_ids), msgspec.msgpack.encode(message))
-        steps = (await self.engine.collective_rpc("nnsight_async_message", args=args))[0]
+        steps = (await self._ask("nnsight_async_message", list(worker_ids), msgspec.msgpack.encode(message)))[0]
         if isinstance(steps, str):
             raise ArgumentError(f"the message could not be taken: {steps}")
         await settle(self.engine)  # a request whose last output has come by now is over
         return dict(zip(worker_ids, steps, strict=True))
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker; their answers.
+
+        Raises:
+            EngineError: the engine has died, before or while it was asked.
+        """
+        call = asyncio.get_running_loop().create_task(self._call_workers(method, *args))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            await asyncio.wait([call])
+        finally:
+            call.cancel()
+        return call.result()
+
+    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        try:
+            return await self._answers(method, *args)
+        except asyncio.CancelledError:
+            if self._failure:  # vLLM leaves those who wait for an answer waiting
+                raise EngineError(self._failure) from None
+            raise
+
+    async def _answers(self, method: str, *args: Any) -> list[Any]:
+        try:
+            answers: list[Any] = await self.engine.collective_rpc(method, args=args)
+            return answers
+        except EngineDeadError as error:
+            raise EngineError(ENGINE_DIED) from error
+        except Exception as error:  # of an engine that is dying, this may come before the news of it
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS):
+                    await self._ended.wait()
+            raise EngineError(self._failure or f"the worker could not answer: {error}") from error
 
     async def _send_program(self, program: Program) -> None:
         """Send a program ahead of the first request that needs it; the engine takes both in order."""
@@ -195,8 +249,9 @@ class Connection:
         if len(self._programs) > KNOWN_PROGRAMS:
             self._programs.popitem(last=False)
         encoded = msgspec.msgpack.encode(program)
-        call = self.engine.collective_rpc("nnsight_async_program", args=(program.digest, encoded))
-        task = asyncio.get_running_loop().create_task(call)
+        task = asyncio.get_running_loop().create_task(
+            self._call_workers("nnsight_async_program", program.digest, encoded)
+        )
         self._calls.add(task)
         task.add_done_callback(partial(self._program_sent, program.digest))
         try:
@@ -230,7 +285,7 @@ class Connection:
     async def _trim(self) -> None:
         try:
             if self._engine is not None:
-                closed = await self._engine.collective_rpc("nnsight_async_trim")
+                closed = await self._ask("nnsight_async_trim")
                 self.mailbox.segments.drop(closed[0])
         except Exception:  # the engine may be the one that died
             logger.debug("shared memory could not be given back", exc_info=True)
@@ -241,13 +296,13 @@ class Connection:
         """What the traced requests take up; nothing before the engine runs."""
         if self._engine is None:
             return Stats()
-        live, shared, segments = (await self.engine.collective_rpc("nnsight_async_stats"))[0]
+        live, shared, segments = (await self._ask("nnsight_async_stats"))[0]
         return Stats(live, self.ledger.unread, shared, segments)
 
     async def tier_stats(self) -> TierStats:
         """How the steps so far were run; starts the engine."""
         await self.ready()
-        return tier_stats(msgspec.convert((await self.engine.collective_rpc("nnsight_async_tiers"))[0], TierCounts))
+        return tier_stats(msgspec.convert((await self._ask("nnsight_async_tiers"))[0], TierCounts))
 
     # From any thread.
 

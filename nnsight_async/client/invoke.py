@@ -7,16 +7,15 @@ and the entry of step ``k`` belong together; whichever is first waits for the ot
 from __future__ import annotations
 
 import asyncio
-import copy
 import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import cloudpickle
 import torch
-from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from nnsight_async import changes, wire
 from nnsight_async.client.cache import Share
@@ -25,12 +24,12 @@ from nnsight_async.client.output import StepOutput
 from nnsight_async.client.sequence import SequenceState
 from nnsight_async.client.stream import CutShort
 from nnsight_async.errors import (
+    ENGINE_DIED,
     CaptureError,
     ClosedError,
     EngineError,
     MailboxFullError,
     NnsightAsyncError,
-    PromptError,
 )
 from nnsight_async.protocol import STOPPED_BY_TRACER, BlockState, Entry
 from nnsight_async.saving import RESULT
@@ -211,7 +210,7 @@ class Invoke:
         for completion in output.outputs:
             # vLLM goes on appending to these lists; an output is to stay as it is.
             completion.token_ids = list(completion.token_ids)
-            completion.logprobs = copy.copy(completion.logprobs)
+            completion.logprobs = completion.logprobs and completion.logprobs[:]
             sequence = self.sequences[completion.index]
             sequence.completion = completion
             sequence.waiting_outputs.append((len(completion.token_ids) - 1, output))
@@ -393,11 +392,7 @@ def _without_result(saves: dict[str, Any]) -> dict[str, Any]:
 def _engine_error(error: BaseException) -> NnsightAsyncError:
     if isinstance(error, NnsightAsyncError):
         return error
-    kind: type[NnsightAsyncError] = EngineError
-    if isinstance(
-        error, (VLLMClientError, ValueError)
-    ):  # vLLM refuses a request with one, its prompt's length among the reasons
-        kind = PromptError
-    wrapped = kind(str(error) or type(error).__name__)
+    died = isinstance(error, EngineDeadError)
+    wrapped = EngineError(ENGINE_DIED if died else str(error) or type(error).__name__)
     wrapped.__cause__ = error
     return wrapped

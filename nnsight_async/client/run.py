@@ -103,8 +103,8 @@ class Run:
             ArgumentError: there is no such invoke, or it cannot take the message.
         """
         count = len(self.invokes)
-        if invoke is not None and not 0 <= invoke < count:
-            raise ArgumentError(f"there is no invoke {invoke}: the trace has {count}, counted from 0")
+        if invoke is not None and not (isinstance(invoke, int) and 0 <= invoke < count):
+            raise ArgumentError(f"there is no invoke {invoke!r}: the trace has {count}, counted from 0")
         self._check(message)
         numbers = range(count) if invoke is None else [invoke]
         steps = await self._model._connection.wait(self._message(message, numbers))
@@ -124,8 +124,15 @@ class Run:
                 raise ArgumentError(f"token id {token_id} is outside the vocabulary of {vocabulary} tokens")
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without special tokens."""
-        ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False)
+        """The token ids of a text, without special tokens.
+
+        Raises:
+            ArgumentError: it is no valid Unicode.
+        """
+        try:
+            ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False)
+        except (TypeError, ValueError) as error:  # a tokenizer's own word for half of a surrogate pair
+            raise ArgumentError(f"the text {text!r} cannot be tokenized: {error}") from error
         return ids
 
     def pack(self, values: Mapping[str, Any]) -> bytes:

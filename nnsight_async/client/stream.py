@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import operator
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, SupportsIndex
@@ -216,12 +217,9 @@ class Stream:
 
         Raises:
             RequestOverError: it is over, or all of them are.
-            ArgumentError: an id is outside the vocabulary.
+            ArgumentError: they are no token ids, or an id is outside the vocabulary.
         """
-        if isinstance(tokens, str):
-            ids = self._running_control().encode(tokens)
-        else:
-            ids = [operator.index(token) for token in ([tokens] if isinstance(tokens, SupportsIndex) else tokens)]
+        ids = self._running_control().encode(tokens) if isinstance(tokens, str) else _token_ids(tokens)
         return await self._send(ForceSamples(ids), invoke)
 
     async def edit_logits(
@@ -238,10 +236,9 @@ class Stream:
 
         Raises:
             RequestOverError: it is over, or all of them are.
-            ArgumentError: an id is outside the vocabulary.
+            ArgumentError: it is no dict of numbers by token id, or an id is outside the vocabulary.
         """
-        numbers = {operator.index(token): float(value) for token, value in (bias or {}).items()}
-        return await self._send(EditLogits(numbers), invoke)
+        return await self._send(EditLogits({} if bias is None else _bias(bias)), invoke)
 
     async def set(
         self, values: Mapping[str, Any] | None = None, /, *, invoke: int | None = None, **named: Any
@@ -261,6 +258,8 @@ class Stream:
             ArgumentError: the block reads no such name.
             CaptureError: a value cannot be sent.
         """
+        if values is not None and not (isinstance(values, Mapping) and all(isinstance(name, str) for name in values)):
+            raise ArgumentError(f"stream.set takes a dict of values by name, or keywords, not {values!r}")
         control = self._running_control()
         return await self._send(SetLive(control.pack({**(values or {}), **named})), invoke)
 
@@ -271,6 +270,38 @@ class Stream:
         if self._control is None or self._closed:
             raise RequestOverError(OVER)
         return self._control
+
+
+def _token_ids(tokens: Any) -> list[int]:
+    if isinstance(tokens, SupportsIndex) and not getattr(tokens, "ndim", 0):
+        return [_token_id(tokens)]
+    if isinstance(tokens, (bytes, Mapping)) or not isinstance(tokens, Iterable):
+        raise ArgumentError(f"tokens are a token id, a list of them or a text, not {tokens!r}")
+    return [_token_id(token) for token in tokens]
+
+
+def _token_id(token: Any) -> int:
+    try:
+        if not isinstance(token, bool):
+            return operator.index(token)
+    except (TypeError, ValueError):
+        pass
+    raise ArgumentError(f"a token id is an integer, not {token!r}")
+
+
+def _bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise ArgumentError(f"a logit bias is a dict of numbers by token id, not {bias!r}")
+    numbers = {}
+    for token, value in bias.items():
+        try:
+            number = math.nan if isinstance(value, (str, bytes)) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if math.isnan(number):
+            raise ArgumentError(f"the bias of token {token!r} is {value!r}: not a number (-inf bans the token)")
+        numbers[_token_id(token)] = number
+    return numbers
 
 
 #: What is said to a message that comes too late.

@@ -15,8 +15,9 @@ import msgspec
 import torch
 
 from nnsight_async.client.invoke import Invoke
+from nnsight_async.client.prompts import make_prompt
 from nnsight_async.client.run import Run
-from nnsight_async.client.sampling import check_settings, make_params, make_prompt
+from nnsight_async.client.sampling import check_settings, make_params
 from nnsight_async.client.stream import Stream
 from nnsight_async.errors import (
     NO_BARRIER,
@@ -105,8 +106,7 @@ class Tracer:
         self._model = model
         self._dtype = _dtype_name(dtype)
         self._device = _checked_device(device)
-        self._settings = check_settings(settings)
-        make_params(self._settings)  # a bad value is told here, not after the block
+        self._settings = check_settings(settings, model._config)  # a bad value is told here, not after the block
         self._prompt = None if prompt is None else make_prompt(prompt)
         self._frame: FrameType | None = None
         self._block: _Block | None = None
@@ -203,7 +203,7 @@ class Tracer:
             )
         if not self._entered or self._run is not None:
             raise ArgumentError("tracer.invoke is opened inside `with model.trace() as tracer:`")
-        return InvokeContext(self, make_prompt(prompt), {**self._settings, **check_settings(settings)})
+        return InvokeContext(self, make_prompt(prompt), check_settings(settings, self._model._config, self._settings))
 
     def _add(self, prompt: Any, settings: Mapping[str, Any], block: _Block) -> None:
         self._travelled = False  # set when a reference to the tracer is made, with which a block can read the result

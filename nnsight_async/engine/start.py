@@ -6,11 +6,12 @@ import asyncio
 import multiprocessing.spawn
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 from vllm.config import VllmConfig
+from vllm.inputs import split_enc_dec_input
 from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -99,6 +100,15 @@ async def stop_engine(engine: AsyncLLM) -> None:
     engine.shutdown(timeout=_PATIENCE)
 
 
+def watch_end(engine: AsyncLLM, ended: Callable[[], None]) -> None:
+    """Have ``ended`` called, on the engine's loop, when no more outputs will come: the engine has died.
+
+    vLLM tells that to the requests that it still knows, and to nobody who waits for an answer from the worker.
+    """
+    assert engine.output_handler is not None  # started with the engine, on the loop that runs
+    engine.output_handler.add_done_callback(lambda _: ended())
+
+
 async def settle(engine: AsyncLLM) -> None:
     """Have the outputs that have come from the engine so far put into their sinks."""
     outputs = getattr(engine.engine_core, "outputs_queue", None)
@@ -111,6 +121,8 @@ async def render_prompt(engine: AsyncLLM, prompt: Mapping[str, Any]) -> Any:
     """A prompt dict as the engine takes it in: tokenized, and checked against the model's length and vocabulary."""
     parsed = parse_model_prompt(engine.model_config, prompt)
     (rendered,) = await engine.renderer.render_cmpl_async([parsed])
+    # Checked when the request is added as well, where it could not be told from a refusal of its settings.
+    engine.input_processor._validate_model_inputs(*split_enc_dec_input(rendered))
     return rendered
 
 
