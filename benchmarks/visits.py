@@ -172,13 +172,14 @@ class Worker:
     def forward(self) -> list[Block]:
         """Run a step, without its post."""
         interleaver = self.interleaver
-        interleaver.begin(self.rows, self.requests, self.requests)
-        for index in range(self.layers):
-            interleaver.visit((f"model.layers.{index}", "in"), ((self.values[index][0],), {}))
-            interleaver.visit((f"model.layers.{index}", "out"), self.values[index])
-        interleaver.end_forward()
-        interleaver.visit_logits(self.logits)
-        interleaver.visit_samples(self.samples)
+        with torch.inference_mode():
+            interleaver.begin(self.rows, self.requests, self.requests)
+            for index in range(self.layers):
+                interleaver.visit((f"model.layers.{index}", "in"), ((self.values[index][0],), {}))
+                interleaver.visit((f"model.layers.{index}", "out"), self.values[index])
+            interleaver.end_forward()
+            interleaver.visit_logits(self.logits)
+            interleaver.visit_samples(self.samples)
         return interleaver.finish()
 
     def close(self) -> None:
@@ -254,24 +255,23 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     gc.collect()
     gc.disable()  # it is looked at apart
     try:
-        with torch.inference_mode():
-            for _ in range(3):
-                _step(worker, client)
-            times: list[tuple[float, float, float]] = []
-            profile = cProfile.Profile()
-            if arguments.profile:
-                profile.enable()
-            for _ in range(arguments.steps):
-                _step(worker, client, times)
-            profile.disable()
-            ran = _Count()
-            with ran:
-                blocks = worker.forward()
-            sent = _Count()
-            with sent:
-                worker.mailbox.post(blocks)
-            assert client._socket.poll(10_000)
-            client._deliver(*client._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        for _ in range(3):
+            _step(worker, client)
+        times: list[tuple[float, float, float]] = []
+        profile = cProfile.Profile()
+        if arguments.profile:
+            profile.enable()
+        for _ in range(arguments.steps):
+            _step(worker, client, times)
+        profile.disable()
+        ran = _Count()
+        with ran:
+            blocks = worker.forward()
+        sent = _Count()
+        with sent:
+            worker.mailbox.post(blocks)
+        assert client._socket.poll(10_000)
+        client._deliver(*client._socket.recv_multipart(zmq.NOBLOCK, copy=False))
     finally:
         gc.enable()
     if arguments.profile:

@@ -319,7 +319,7 @@ class Loader:
             elements *= size
         tensors: list[torch.Tensor]
         kind = _ARRAYS.get(dtype)
-        if self._device is None and elements and kind is not None:
+        if self._device is None and elements and dims and kind is not None:
             # Each has a storage of its own, so that whoever saves or pickles one does not take the others along.
             width = step // dtype.itemsize
             array = np.frombuffer(self._bytes, kind, width * count, offset)

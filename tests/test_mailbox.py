@@ -129,6 +129,25 @@ def test_special_tensors_pickle_themselves_with_their_parts_beside() -> None:
     assert math.isnan(_there_and_back(float("nan")))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+@pytest.mark.parametrize("shape", [(1, 3), (16,), (), (2, 0), (2, 3, 4)])
+def test_lists_of_tensors_that_are_alike(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensors = [torch.randint(0, 9, shape).to(dtype) for _ in range(5)]
+    back, again, mixed = _there_and_back([tensors, (tensors[3], tensors[1]), [*tensors, torch.zeros(7)]])
+    for one in (back, mixed[:5]):
+        assert type(one) is list
+        assert [(tensor.dtype, tensor.shape) for tensor in one] == [(dtype, torch.Size(shape))] * 5
+        assert all(map(torch.equal, one, tensors))
+    if tensors[0].numel():
+        assert again[0] is back[3] is mixed[3]
+        assert again[1] is back[1]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in back}) == 5
+        assert back[2].untyped_storage().nbytes() == tensors[2].numel() * dtype.itemsize
+    twice = _there_and_back([tensors[0], tensors[0], tensors[1]])
+    assert twice[0] is twice[1]
+    assert all(map(torch.equal, twice, [tensors[0], tensors[0], tensors[1]]))
+
+
 def _travelled(changes: dict[str, Any]) -> dict[str, Any]:
     data = _Bytes()
     message = wire.dumps(changes, data, lambda value: None)

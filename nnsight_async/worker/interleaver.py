@@ -173,8 +173,12 @@ class Interleaver:
         for index, block in enumerate(blocks):
             shown.turn(index)
             self._run(block, shown)
-        shown.settle()
         self._shown = None
+        try:
+            shown.settle()
+        except Exception as error:  # the memory for it, say: then what they kept is nothing
+            for block in blocks:
+                self._end(block, error)
         if self._noting:
             writers = [self._rows[block.request_id] for block in blocks if block.edits]
             self._journal.note(key, list(tensors_of(value)), writers)
@@ -299,13 +303,16 @@ class Interleaver:
         Those in ``over`` had ended before, and keep what they ended with.
         """
         for block, error in self._ranks.leave(blocks) if self._ranks is not None else ():
-            if block in over:
-                continue
-            waiting = {key: [other for other in queue if other is not block] for key, queue in self._waiting.items()}
-            self._waiting = {key: queue for key, queue in waiting.items() if queue}
-            if block.started and not block.ended:
-                self._throw(block, RequestOver())
-            block.fail(error)
+            if block not in over:
+                self._end(block, error)
+
+    def _end(self, block: Block, error: BaseException) -> None:
+        """Unwind a block that is parked, and end it because of an error that is not its own code's."""
+        waiting = {key: [other for other in queue if other is not block] for key, queue in self._waiting.items()}
+        self._waiting = {key: queue for key, queue in waiting.items() if queue}
+        if block.started and not block.ended:
+            self._throw(block, RequestOver())
+        block.fail(error)
 
     def _run(self, block: Block, visit: Shown | None = None, value: Any = None) -> None:
         before, self._running = self._running, block

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from operator import gt
+from operator import gt, sub
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
@@ -47,7 +47,9 @@ class Shown:
     """
 
     __slots__ = (
+        "_cdatas",
         "_columns",
+        "_given",
         "_held_at_most",
         "_index",
         "_known_slabs",
@@ -84,20 +86,22 @@ class Shown:
             self._views = list(map(Parts, zip(*map(spans.split, value), strict=True)))
         else:
             tensors = list(tensors_of(value))
-        storages: dict[int, int] = {}  # with how many views of each a block gets that has not had its turn
-        owners = {}
+        given: dict[int, int] = {}  # how many views of a storage each block is given that has not had its turn
+        storages = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             cdata = storage._cdata
-            owners[cdata] = storage
-            storages[cdata] = storages.get(cdata, 0) + (self._views is not None)
-        self._storages = [(cdata, storages[cdata], owners[cdata]) for cdata in storages]
+            storages[cdata] = storage
+            given[cdata] = given.get(cdata, 0) + (self._views is not None)
+        self._storages = storages  # they have to live as long as their addresses are used
+        self._cdatas = list(storages)
+        self._given = list(given.values())
         self._held_at_most: list[int] = []
 
     def turn(self, index: int) -> None:
         """It is the turn of one of the blocks."""
         self._index = index
-        self._held_at_most = [_count(cdata) - views for cdata, views, _ in self._storages]
+        self._held_at_most = list(map(sub, map(_count, self._cdatas), self._given))
         views = self._views
         if views is not None:
             value = views[index]
@@ -117,8 +121,8 @@ class Shown:
 
     def held(self) -> bool:
         """Whether the block still holds any of it."""
-        counts = [_count(cdata) for cdata, _, _ in self._storages]
-        return any(map(gt, counts, self._held_at_most))
+        counts, most = list(map(_count, self._cdatas)), self._held_at_most
+        return counts != most and any(map(gt, counts, most))
 
     def release(
         self, namespace: dict[str, Any], dead: Iterable[str], others: Callable[[], Iterable[dict[str, Any]]]
@@ -130,19 +134,24 @@ class Shown:
         :meth:`settle`.
         """
         for name in dead:
-            if name in namespace and _is_plain(namespace[name]):
+            if name in namespace and type(namespace[name]) not in _PLAIN and _is_plain(namespace[name]):
                 del namespace[name]
+        columns, slabs = self._columns, self._slabs
         for column, ref in enumerate(self._refs):
             tensor = ref()
-            if tensor is not None:
+            if tensor is None:
+                continue
+            slab = slabs.get(tensor.untyped_storage()._cdata)
+            if slab is not None and column < len(columns):
+                slab.take(tensor, ref, self._index)
+            else:
                 self._own(tensor, ref, column)
-                del tensor
+            del tensor
         if not self.held():
             return True
-        mine = {cdata for cdata, _, _ in self._storages}
         # The newest first: what was just read was most likely just stored.
         for tensor in _tensors(namespace, others):
-            if tensor.untyped_storage()._cdata in mine:
+            if tensor.untyped_storage()._cdata in self._storages:
                 self._own(tensor, weakref.ref(tensor), None)
                 del tensor
                 if not self.held():
@@ -153,7 +162,7 @@ class Shown:
         cdata = tensor.untyped_storage()._cdata
         if cdata in self._slabs:
             slab = self._slabs[cdata]
-        elif any(cdata == shown for shown, _, _ in self._storages):
+        elif cdata in self._storages:
             slab = self._slabs[cdata] = self._open(cdata)
         else:
             return  # the block has made it show something else

@@ -7,6 +7,7 @@ what is left of the slabs that are then held to less than half is moved together
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Final
@@ -64,10 +65,11 @@ class Slab:
         if tensor.shape != view.shape or tensor.stride() != view.stride():  # changed in place, by ``unsqueeze_`` say
             self.take_part(tensor, ref, index)
             return
+        refs = self.refs
         if self._of != index:
-            self._turn(index)
+            self._of, self._mark, self._before = index, len(refs), self._held
         tensor.data = view
-        self.refs.append(ref)
+        refs.append(ref)
         self._held = self._before + view.numel()
 
     def take_part(self, tensor: torch.Tensor, ref: weakref.ref[torch.Tensor], index: int) -> None:
@@ -82,14 +84,11 @@ class Slab:
             own(tensor)
             return
         if self._of != index:
-            self._turn(index)
+            self._of, self._mark, self._before = index, len(self.refs), self._held
         tensor.set_(self._rows.untyped_storage(), offset, shape, strides)
         self.refs.append(ref)
         # Views that share rows count once, or a slab could be taken for full that is not.
         self._held = min(self._held + tensor.numel(), self._before + (stop - start) * self._elements)
-
-    def _turn(self, index: int) -> None:
-        self._of, self._mark, self._before = index, len(self.refs), self._held
 
     def undo(self, index: int) -> None:
         """Give what a block has taken its values, and memory of its own."""
@@ -133,25 +132,26 @@ class Slabs:
         """Have the slabs looked at in the steps to come: parts of them may be held by nobody any more."""
         self._unseen = len(self._slabs)
 
-    def tidy(self, most: int = _LOOKED_AT) -> None:
+    def tidy(self) -> None:
         """Look at some slabs: what is left of one that is held to less than half gets memory of its own."""
-        for _ in range(min(most, self._unseen)):
-            self._unseen -= 1
-            refs = self._slabs[self._unseen]
-            alive = _alive(refs)
-            if 2 * len(alive) >= len(refs):
-                continue
-            if alive and not _share_with_others(alive):
-                refs = _gather([(tensor, tensor) for tensor in alive])
-            elif alive:
-                continue
-            else:
-                refs = []
-            if len(refs) > 1:
-                self._slabs[self._unseen] = refs
-            else:
-                self._slabs[self._unseen] = self._slabs[-1]
-                self._slabs.pop()
+        if not self._unseen:
+            return
+        with torch.inference_mode(), contextlib.suppress(torch.OutOfMemoryError):  # nothing has to be moved now
+            for _ in range(min(_LOOKED_AT, self._unseen)):
+                self._unseen -= 1
+                self._look_at(self._unseen)
+
+    def _look_at(self, place: int) -> None:
+        refs = self._slabs[place]
+        alive = _alive(refs)
+        if 2 * len(alive) >= len(refs) or (alive and _share_with_others(alive)):
+            return
+        left = _gather([(tensor, tensor) for tensor in alive])
+        if len(left) > 1:
+            self._slabs[place] = left
+        else:
+            self._slabs[place] = self._slabs[-1]
+            self._slabs.pop()
 
 
 def own(tensor: torch.Tensor) -> None:
