@@ -57,7 +57,7 @@ class Interleaver:
         self._in_forward = False
         self._position = _NOWHERE
         self._order: dict[Key, list[int]] = {}
-        self._end = _AT_LOGITS  # where the forward pass ends in the order, and computing the logits begins
+        self._pass_end = _AT_LOGITS  # where the forward pass ends in the order, and computing the logits begins
         self._journal = Journal()
         self._noting = False  # whether the pass in progress is one that may have to be run again
         self._again = False  # whether it is being run again
@@ -71,7 +71,7 @@ class Interleaver:
         self._order = {LOGITS: [_AT_LOGITS], SAMPLES: [_AT_SAMPLES]}
         for index, key in enumerate(calls):
             self._order.setdefault(key, []).append(index)
-        self._end = self._order.get(_PASS_ENDS, [_AT_LOGITS])[-1]
+        self._pass_end = self._order.get(_PASS_ENDS, [_AT_LOGITS])[-1]
 
     # The forward thread's side: begin, visit, finish.
 
@@ -131,7 +131,7 @@ class Interleaver:
         if key[1] not in ("in", "out"):
             return False
         at = self._order.get(key)
-        return at is None or at[0] <= self._end
+        return at is None or at[0] <= self._pass_end
 
     def note_pass(self) -> None:
         """The coming forward pass shows only what was expected, so it may have to be run again."""
