@@ -14,26 +14,45 @@ import pytest
 import torch
 
 from nnsight_async import VLLM
+from nnsight_async.client.tiers import TierStats
 from nnsight_async.errors import ArgumentError
 
 pytestmark = pytest.mark.gpu
 
 PROMPT = list(range(100, 120))
 STEPS = 6
+#: Relative to the largest, in bfloat16: what the same numbers differ by in a step of another size.
+NOISE = 0.02
 
 
-@pytest.fixture(scope="module", params=["V1", "V2"])
+#: The engines: vLLM's runners with graphs, and one without.
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eager": ("1", {"graphs": "off"}),
+    "V2": ("1", {"taps": ["model.layers.33.output"]}),
+    "V1": ("0", {}),
+}
+
+
+@pytest.fixture(scope="module", params=list(ENGINES))
 def gpu(request: pytest.FixtureRequest) -> Iterator[VLLM]:
-    """The model on each of vLLM's model runners, one after the other."""
+    """The model on each of the engines, one after the other."""
     path = os.environ.get("NNSIGHT_ASYNC_GPU_MODEL")
     if path is None:
         pytest.skip("NNSIGHT_ASYNC_GPU_MODEL names no model")
+    runner, settings = ENGINES[request.param]
     arguments: dict[str, Any] = {"load_format": "dummy", "max_model_len": 2048, "gpu_memory_utilization": 0.6}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(request.param == "V2")))
-        model = VLLM(path, dispatch=True, **arguments)
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+        model = VLLM(path, dispatch=True, **settings, **arguments)
     with model:
         yield model
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, gpu: VLLM) -> str:
+    """Which of the engines it is."""
+    name: str = request.node.callspec.params["gpu"]
+    return name
 
 
 def _greedy(model: VLLM, steps: int = STEPS) -> list[int]:
@@ -294,18 +313,199 @@ def test_skipping_a_module(gpu: VLLM) -> None:
     assert [part.shape[0] for part in rows] == [len(PROMPT), 1, 1]
 
 
-_SEEN: dict[str, tuple[list[int], torch.Tensor]] = {}
+_SEEN: dict[tuple[str, str], Any] = {}
 
 
-def test_both_runners_give_the_same(gpu: VLLM, request: pytest.FixtureRequest) -> None:
+def _same_on_all(engine: str, name: str, values: list[torch.Tensor], tokens: list[int], scale: float = 0.0) -> None:
+    """Compare with what the first engine gave: tokens are equal, values too, but for ``scale`` of the largest."""
+    first, first_tokens = (
+        _SEEN.setdefault(("eager", name), (values, tokens)) if engine == "eager" else _SEEN["eager", name]
+    )
+    assert tokens == first_tokens
+    for mine, own in zip(values, first, strict=True):
+        assert (mine.float() - own.float()).abs().max() <= scale * own.float().abs().max()
+
+
+def _since(model: VLLM, before: TierStats) -> dict[str, int]:
+    now = model.tier_stats()
+    return {name: getattr(now, name) - getattr(before, name) for name in ("whole", "plain", "tapped", "eager", "again")}
+
+
+def test_tiers_every_way_gives_the_same(gpu: VLLM, engine: str) -> None:
+    """Steps run eagerly at first and in a tapped graph when they recur; whole graphs where nobody looks."""
+    model, steps = gpu, 12
+
+    def layer() -> tuple[list[torch.Tensor], list[int]]:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=steps, ignore_eos=True) as tracer:
+            rows = list().save()
+            for _ in tracer.iter[:steps]:
+                rows.append(model.model.layers[20].output[0] + model.model.layers[20].output[1])
+            result = tracer.result.save()
+        return rows, list(result.outputs[0].token_ids)
+
+    def many() -> tuple[list[torch.Tensor], list[int]]:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=steps, ignore_eos=True) as tracer:
+            rows = list().save()
+            for _ in tracer.iter[:steps]:
+                for one in model.model.layers:
+                    rows.append(one.self_attn.o_proj.input)
+                    rows.append(one.mlp.act_fn.output)
+                    rows.append(one.output[0])
+                rows.append(model.logits)
+            result = tracer.result.save()
+        return rows, list(result.outputs[0].token_ids)
+
+    for name, run in (("layer", layer), ("many", many)):
+        before = model.tier_stats()
+        first = run()
+        second = run()
+        ran = _since(model, before)
+        for mine, own in zip(first[0], second[0], strict=True):
+            assert torch.equal(mine, own)
+        assert first[1] == second[1] == _greedy(model, steps)
+        _same_on_all(engine, name, *second)
+        if engine == "V2":
+            assert ran["tapped"] == 2 * steps - 4 + 1  # all but two prompts and the first step
+            assert ran["eager"] == 3
+        else:
+            assert ran["eager"] == 2 * steps
+        assert ran["again"] == 0
+
+
+def test_tiers_logits_and_samples_need_no_break(gpu: VLLM, engine: str) -> None:
+    model = gpu
+    before = model.tier_stats()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=STEPS, ignore_eos=True) as tracer:
+        likeliest, drawn = list().save(), list().save()
+        for _ in tracer.iter[:STEPS]:
+            likeliest.append(model.logits.argmax(-1).item())
+            drawn.append(model.samples.item())
+    assert drawn == likeliest == _greedy(model)
+    ran = _since(model, before)
+    if engine == "eager":
+        assert ran["eager"] == 2 * STEPS
+    else:
+        assert ran["whole"] == 2 * STEPS - 2
+        assert ran["eager"] == ran["tapped"] == 0
+
+
+def test_tiers_graphs_captured_at_the_start(gpu: VLLM, engine: str) -> None:
+    model = gpu
+    before = model.tier_stats()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=STEPS, ignore_eos=True) as tracer:
+        for _ in tracer.iter[:STEPS]:
+            model.model.layers[33].output[0][:] += 1.0
+    ran = _since(model, before)
+    if engine == "V2":
+        (graphs,) = [one for one in before.graphs if one.locations == ("model.layers.33.output",)]
+        assert {1, 8, 128} <= set(graphs.tokens)
+        assert (ran["tapped"], ran["eager"]) == (STEPS - 1, 1)
+    else:
+        assert ran["eager"] == STEPS
+
+
+def test_tiers_a_look_that_was_not_expected(gpu: VLLM, engine: str) -> None:
+    """A block looks somewhere new in the middle of its request, beside others that write: the step is run again."""
+    model, steps = gpu, 14
+
+    def run(late: int) -> tuple[list[torch.Tensor], list[Any]]:
+        with model.trace(temperature=0.0, max_tokens=steps, ignore_eos=True) as tracer:
+            for number in range(3):
+                with tracer.invoke([*PROMPT, 600 + number]):
+                    seen, cached = list().save(), tracer.cache(modules="model.layers.30")
+                    for step in tracer.iter[:steps]:
+                        if number == 1:
+                            model.model.layers[5].output[0][:] *= 1.5
+                            model.model.layers[7].mlp.down_proj.output[:] += 0.5
+                        if number == 0:
+                            seen.append(model.model.layers[6].output[0])
+                            if step >= late:
+                                model.model.layers[25].output[0][:] -= 0.25
+                                seen.append(model.model.layers[26].output[0])
+                    result = tracer.result.save()
+        values = [tensor for one in seen for tensor in one]
+        for one in cached:
+            values += [step.output[0] for step in one["model.layers.30"]]
+        return values, [list(output.outputs[0].token_ids) for output in result]
+
+    before = model.tier_stats()
+    values, tokens = run(9)
+    ran = _since(model, before)
+    again, tokens_again = run(9)
+    for mine, own in zip(values, again, strict=True):
+        assert _close(mine, own)
+    assert tokens == tokens_again
+    _same_on_all(engine, "late", values, tokens, NOISE)
+    assert ran["again"] == (engine == "V2")
+    assert len({tuple(one) for one in tokens}) == 3
+
+
+def test_tiers_a_cache_alone_is_copied_in_the_graph(gpu: VLLM, engine: str) -> None:
+    model = gpu
+
+    def cached() -> Any:
+        with model.trace(temperature=0.0, max_tokens=8, ignore_eos=True) as tracer:
+            for number in range(5):
+                with tracer.invoke([*PROMPT[number:], 700 + number]):
+                    cache = tracer.cache(modules=["model.layers.*", "model.layers.3.mlp"], include_inputs=True)
+        return cache
+
+    before = model.tier_stats()
+    first, second = cached(), cached()
+    ran = _since(model, before)
+    if engine == "V2":
+        graphs = [one for one in model.tier_stats().graphs if "model.layers.3.mlp.input" in one.copied]
+        assert [one.locations for one in graphs] == [()]
+        assert ran["tapped"] >= 12
+    for number, (mine, own) in enumerate(zip(first, second, strict=True)):
+        assert list(mine) == list(own)
+        for path, steps in mine.items():
+            for step, (one, other) in enumerate(zip(steps, own[path], strict=True)):
+                assert _close(one.output, other.output), (number, path, step)
+                assert _close(one.inputs[0], other.inputs[0]), (number, path, step)
+    values = [part for rows in second[2]["model.layers.17"].output for part in rows]
+    _same_on_all(engine, "cache", values, [], NOISE)
+
+
+def _close(one: Any, other: Any) -> bool:
+    """Equal but for what other kernels make of another number of rows: prompts may share a step or not."""
+    if isinstance(one, torch.Tensor):
+        return bool((one.float() - other.float()).abs().max() <= NOISE * other.float().abs().max())
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_close, one, other))
+    return bool(one == other)
+
+
+def test_tiers_batches_that_change(gpu: VLLM) -> None:
+    """Requests of many lengths, so that the number in a step changes; each reads elsewhere, and some steer."""
+    model = gpu
+    lengths = [4 + 3 * number % 31 for number in range(20)]
+    for _ in range(3):
+        with model.trace(temperature=0.0, ignore_eos=True) as tracer:
+            for number, length in enumerate(lengths):
+                with tracer.invoke([*PROMPT, 800 + number], max_tokens=length):
+                    rows = list().save()
+                    for _ in tracer.iter[:length]:
+                        layer = model.model.layers[number]
+                        if number % 5 == 3:
+                            layer.output[0][:] += 2.0
+                        if number % 5 != 4:
+                            hidden = layer.output[0]
+                            rows.append((hidden, model.model.layers[number + 1].inputs[0][1]))
+                        rows.append(model.samples.item())
+                    result = tracer.result.save()
+        for number, (read, output) in enumerate(zip(rows, result, strict=True)):
+            pairs = [item for item in read if isinstance(item, tuple)]
+            assert [item for item in read if isinstance(item, int)] == list(output.outputs[0].token_ids)
+            assert [len(hidden) for hidden, _ in pairs] == ([21] + [1] * (lengths[number] - 1)) * (number % 5 != 4)
+            assert all(torch.equal(hidden, same) for hidden, same in pairs)
+
+
+def test_all_engines_give_the_same(gpu: VLLM, engine: str) -> None:
     model = gpu
     with model.trace(PROMPT, temperature=0.0, max_tokens=STEPS, ignore_eos=True) as tracer:
         stream = list().save()
         for _ in tracer.iter[:STEPS]:
             stream.append(sum(model.model.layers[20].output))
         result = tracer.result.save()
-    _SEEN[request.node.callspec.params["gpu"]] = list(result.outputs[0].token_ids), torch.cat(stream)
-    if len(_SEEN) == 2:
-        (tokens, rows), (others, other_rows) = _SEEN.values()
-        assert tokens == others
-        assert torch.equal(rows, other_rows)
+    _same_on_all(engine, "engines", stream, list(result.outputs[0].token_ids))
