@@ -7,7 +7,7 @@ that the values of an earlier step stay as they were.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Final
@@ -52,9 +52,10 @@ class _Leaf:
 
 @dataclass(slots=True)
 class _List:
-    """A list as it was sent; ``nested`` holds the shadows of those items that are containers."""
+    """A list as it was sent; ``nested`` holds the shadows of those items that are containers, ``of`` is the list."""
 
     values: list[Any]
+    of: list[Any]
     nested: dict[int, _Node] = field(default_factory=dict)
 
 
@@ -73,25 +74,28 @@ class Shadow:
         self._mutates = False
         self._names: dict[str, _Node] = {}
 
-    def update(self, saved: Mapping[str, Any], *, mutates: bool = False) -> dict[str, Change]:
+    def update(
+        self, saved: Mapping[str, Any], *, mutates: bool = False, only_grow: Collection[str] = ()
+    ) -> dict[str, Change]:
         """The changes that turn what was sent into ``saved``, which counts as sent from now on.
 
         ``mutates`` says that tensors may have been changed in place: then a tensor's identity does not tell whether it
-        is still the one that was sent, and every tensor is sent again.
+        is still the one that was sent, and every tensor is sent again. ``only_grow`` are names of lists that nothing
+        is done to but appending: what was sent of them is not looked at again, which would take longer at every step.
         """
         self._mutates = mutates
         changes: dict[str, Change] = {}
         for name, value in saved.items():
-            node, change = self._diff(self._names.get(name), value)
+            node, change = self._diff(self._names.get(name), value, only_grows=name in only_grow)
             if change is not None:
                 self._names[name] = node
                 changes[name] = change
         return changes
 
-    def _diff(self, node: _Node | None, value: Any) -> tuple[_Node, Change | None]:
+    def _diff(self, node: _Node | None, value: Any, *, only_grows: bool = False) -> tuple[_Node, Change | None]:
         if type(value) is list:
             if isinstance(node, _List) and len(value) >= len(node.values):
-                return node, self._diff_list(node, value)
+                return node, self._diff_list(node, value, as_sent=only_grows and node.of is value)
         elif type(value) is dict:
             if isinstance(node, _Dict) and node.entries.keys() <= value.keys():
                 return node, self._diff_dict(node, value)
@@ -99,10 +103,10 @@ class Shadow:
             return node, None
         return _shadow(value), Set(value)
 
-    def _diff_list(self, node: _List, value: list[Any]) -> Grow | None:
+    def _diff_list(self, node: _List, value: list[Any], *, as_sent: bool) -> Grow | None:
         sent = len(node.values)
         items: dict[int, Change] = {}
-        if self._mutates or not all(map(is_, node.values, value)):
+        if self._mutates or not (as_sent or all(map(is_, node.values, value))):
             for index in range(sent):
                 if index not in node.nested and not self._same(node.values[index], value[index]):
                     items[index] = Set(value[index])
@@ -115,6 +119,7 @@ class Shadow:
             node.values[index] = value[index]
             if change is not None:
                 items[index] = change
+        node.of = value
         tail = value[sent:]
         node.values += tail
         for index, item in enumerate(tail, sent):
@@ -144,7 +149,7 @@ class Shadow:
 
 def _shadow(value: Any) -> _Node:
     if type(value) is list:
-        node = _List(list(value))
+        node = _List(list(value), value)
         for index, item in enumerate(value):
             _note(node, index, item)
         return node

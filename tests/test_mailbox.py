@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
 import math
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnsight_async import wire
-from nnsight_async.changes import Set, Shadow, added, apply
+from nnsight_async.changes import Grow, Set, Shadow, added, apply
 from nnsight_async.client.ledger import Ledger
 from nnsight_async.client.map import Map
 from nnsight_async.client.segments import Segments
@@ -26,6 +27,7 @@ from nnsight_async.errors import MailboxFullError
 from nnsight_async.protocol import BlockState, Entry, SegmentOpened
 from nnsight_async.segments import PAGE
 from nnsight_async.worker.arena import Arena, Segment
+from nnsight_async.worker.mutation import find_lists_that_only_grow
 from nnsight_async.worker.parameters import ReadOnly
 
 # Values.
@@ -170,6 +172,40 @@ def test_changes_say_what_was_added() -> None:
     assert values == saved
     assert added(values, changes) == {"list": [2], "dict": {"a": [1, 3], "b": 2}, "nested": [[1, 2]]}
     assert added(values, shadow.update(saved)) == {}
+
+
+def test_lists_that_only_grow_are_told_from_the_source() -> None:
+    def found(text: str) -> set[str]:
+        return set(find_lists_that_only_grow(ast.parse(text)))
+
+    assert found("a = list().save()\nfor s in t:\n    a.append(m.x.output)") == {"a"}
+    assert found("a, b = [].save(), list()\na.append(1)\nb.extend(a)") == {"b"}
+    for text in (
+        "a = b = []\na.append(1)",
+        "a = []\na.append(a)",
+        "a = []\na[0] = 1",
+        "a = []\na += [1]",
+        "a = []\nf(a)",
+        "a = []\nx = a.append",
+        "a = []\na.append(1)\nlocals()",
+        "list = dict\na = list()\na.append(1)",
+        "a = x.save()\na.append(1)",
+        "a = []\nfor a in b:\n    a.append(1)",
+        "a = []\nwith b as a:\n    a.append(1)",
+        "a = []\nimport b as a\na.append(1)",
+        "a = []\ndef f(a):\n    a.append(1)",
+    ):
+        assert not found(text), text
+
+
+def test_a_list_that_only_grows_is_another_one_after_it_was_made_anew() -> None:
+    shadow = Shadow()
+    first, second = [1, 2], [3, 4, 5]
+    assert apply({}, shadow.update({"a": first}, only_grow={"a"})) == {"a": [1, 2]}
+    first.append(3)
+    assert shadow.update({"a": first}, only_grow={"a"}) == {"a": Grow({}, [3])}
+    values = apply({"a": [1, 2, 3]}, shadow.update({"a": second}, only_grow={"a"}))
+    assert values == {"a": [3, 4, 5]}
 
 
 # Shared pages.

@@ -66,13 +66,14 @@ class CompiledProgram:
     Attributes:
         code: module-level code with the user's own file name and line numbers.
         program: what it was compiled from.
+        dead: what `dead_names` has found, by offset.
     """
 
     def __init__(self, code: CodeType, program: Program, kept: frozenset[str]) -> None:
         self.code = code
         self.program = program
         self._kept = kept
-        self._dead: dict[int, tuple[str, ...]] = {}
+        self.dead: dict[int, tuple[str, ...]] = {}
 
     @cached_property
     def _liveness(self) -> Liveness:
@@ -99,10 +100,10 @@ class CompiledProgram:
         """
         if offset is None:
             return tuple(name for name in self.program.binds if name not in saved)
-        dead = self._dead.get(offset)
+        dead = self.dead.get(offset)
         if dead is None:
             live = self.live_names(offset)
-            dead = self._dead[offset] = tuple(name for name in self.program.binds if name not in live)
+            dead = self.dead[offset] = tuple(name for name in self.program.binds if name not in live)
         return dead
 
 

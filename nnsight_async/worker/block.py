@@ -87,6 +87,9 @@ class Block:
         self.noted: set[Key] = self.places.prefill  # where in it the step in progress is noted
         self.edits = False  # whether it may write into what it is shown
         self._mutation = mutation
+        # What the caller brings along may be held by something else of the caller's too.
+        brought = program.program.reads
+        self._only_grow = frozenset() if "list" in brought else mutation.only_grow.difference(brought)
         self.started = False
         self.result: Any = None  # the RequestOutput, once the block has been given it
         self._greenlet = greenlet.greenlet(self._run)
@@ -173,10 +176,10 @@ class Block:
 
     def line(self) -> str:
         """The line the parked block waits on, as ``file:line: source``."""
-        for frame in self._frames():
-            if frame.f_code is self.program.code:
-                return self._line(frame.f_lineno)
-        return ""
+        frame = self._frame
+        if frame is None:
+            frame = self._frame = next((f for f in self._frames() if f.f_code is self.program.code), None)
+        return self._line(frame.f_lineno) if frame is not None else ""
 
     def _frames(self) -> Iterator[FrameType]:
         frame = self._greenlet.gr_frame
@@ -186,7 +189,11 @@ class Block:
 
     def _release(self, shown: Shown) -> bool:
         frame = self._frame
-        if frame is None and not self.ended:
+        if frame is not None:
+            dead = self.program.dead.get(frame.f_lasti)
+            if dead is not None:
+                return shown.release(self.namespace, dead, self._helpers)
+        elif not self.ended:
             frame = self._frame = next(f for f in self._frames() if f.f_code is self.program.code)
         dead = self.program.dead_names(frame.f_lasti if frame is not None else None, self.saved)
         return shown.release(self.namespace, dead, self._helpers)
@@ -212,7 +219,8 @@ class Block:
 
     def changes(self) -> dict[str, Change]:
         """What the saved values have changed by since this was last asked."""
-        return self.shadow.update(self._collect(), mutates=self._mutation.possible(self.namespace))
+        mutates = self._mutation.possible(self.namespace)
+        return self.shadow.update(self._collect(), mutates=mutates, only_grow=self._only_grow)
 
     def _collect(self) -> dict[str, Any]:
         """The saved values as they are now, by name."""

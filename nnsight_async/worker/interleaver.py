@@ -388,7 +388,9 @@ class Interleaver:
         shown, cursor = block.visit, block.cursor
         if shown is not None and shown.key == key and cursor == block.step:
             return shown.value
-        self._check(block, key)
+        at = self._order.get(key)
+        if at is None or cursor != block.step or at[-1] <= self._position:
+            self._check(block, key)
         return block.park(Waiting(key, cursor))
 
     def replace(self, key: Key, value: Any) -> None:
