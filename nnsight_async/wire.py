@@ -297,7 +297,8 @@ class Loader:
         if self._device is None and elements and dims and kind is not None:
             # Each has a storage of its own, so that whoever saves or pickles one does not take the others along.
             width = step // dtype.itemsize
-            array = np.frombuffer(self._bytes, kind, width * count, offset)
+            # Of an array an array would hold only what that one shows, and not the array itself.
+            array = np.frombuffer(memoryview(self._bytes), kind, width * count, offset)
             if width != elements:
                 array = array.reshape(count, width)[:, :elements]
             tensors = list(map(torch.from_numpy, array.reshape(count, *sizes)))
