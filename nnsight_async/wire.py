@@ -108,13 +108,11 @@ class _Packer:
         self._alike: list[tuple[list[torch.Tensor], torch.dtype]] = []
 
     def change(self, change: Change) -> Change:
-        match change:
-            case Set(value):
-                return Set(self.value(value))
-            case Grow(items, tail):
-                return Grow({i: self.change(item) for i, item in items.items()}, self.items(tail))
-            case Merge(entries):
-                return Merge([(self.value(key), self.change(item)) for key, item in entries])
+        if isinstance(change, Grow):
+            return Grow({i: self.change(item) for i, item in change.items.items()}, self.items(change.tail))
+        if isinstance(change, Set):
+            return Set(self.value(change.value))
+        return Merge([(self.value(key), self.change(item)) for key, item in change.entries])
 
     def value(self, value: Any) -> Any:
         kind = type(value)
