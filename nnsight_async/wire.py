@@ -133,13 +133,11 @@ class _Packer:
                 self._known[id(tensor)] = (tensor, Ext(_TENSOR, struct.pack("<Q", offset + step * index) + rest))
 
     def change(self, change: Change) -> Change:
-        match change:
-            case Set(value):
-                return Set(self.value(value))
-            case Grow(items, tail):
-                return Grow({i: self.change(item) for i, item in items.items()}, self.items(tail))
-            case Merge(entries):
-                return Merge([(self.value(key), self.change(item)) for key, item in entries])
+        if isinstance(change, Grow):
+            return Grow({i: self.change(item) for i, item in change.items.items()}, self.items(change.tail))
+        if isinstance(change, Set):
+            return Set(self.value(change.value))
+        return Merge([(self.value(key), self.change(item)) for key, item in change.entries])
 
     def value(self, value: Any) -> Any:
         kind = type(value)
@@ -322,7 +320,8 @@ class Loader:
         if self._device is None and elements and dims and kind is not None:
             # Each has a storage of its own, so that whoever saves or pickles one does not take the others along.
             width = step // dtype.itemsize
-            array = np.frombuffer(self._bytes, kind, width * count, offset)
+            # Of an array an array would hold only what that one shows, and not the array itself.
+            array = np.frombuffer(memoryview(self._bytes), kind, width * count, offset)
             if width != elements:
                 array = array.reshape(count, width)[:, :elements]
             tensors = list(map(torch.from_numpy, array.reshape(count, *sizes)))

@@ -265,6 +265,29 @@ def test_a_range_is_given_back_with_the_last_thing_that_shows_it() -> None:
     assert not idle  # little is mapped
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 5])
+def test_a_range_is_given_back_with_the_last_of_a_list_of_tensors(dtype: torch.dtype, width: int) -> None:
+    arena = Arena()
+    segments = Segments(lambda: None)
+    segment, page = arena.allocate(PAGE)
+    (opened,) = arena.opened()
+    segments.open(SegmentOpened(opened.number, f"/proc/{os.getpid()}/fd/{opened.fd}", opened.pages))
+    data = _Bytes()
+    message = wire.dumps({"x": Set([*torch.ones(3, 1, width, dtype=dtype)])}, data, lambda value: None)
+    begin = segment.base + page * PAGE
+    segment.memory[begin : begin + len(data.data)] = data.data
+    entry = Entry("r", 0, BlockState.DONE, segment=segment.number, offset=page, nbytes=len(data.data))
+    tensors = apply({}, wire.Loader().load(message, segments.take(entry), lambda reference: None))["x"]
+    assert all(map(torch.equal, tensors, torch.ones(3, 1, width, dtype=dtype)))
+    view = tensors[1][0, 1:]
+    del tensors
+    assert segments.in_use == len(data.data)
+    assert view.eq(1).all()
+    del view
+    assert segments.in_use == 0
+
+
 def test_memory_beyond_the_spare_is_closed() -> None:
     arena = Arena()
     places = [arena.allocate(200 << 20) for _ in range(3)]

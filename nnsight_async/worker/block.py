@@ -88,8 +88,7 @@ class Block:
         self.edits = False  # whether it may write into what it is shown
         self._mutation = mutation
         # What the caller brings along may be held by something else of the caller's too.
-        brought = program.program.reads
-        self._only_grow = frozenset() if "list" in brought else mutation.only_grow.difference(brought)
+        self._only_grow = mutation.only_grow.difference(program.program.reads)
         self.started = False
         self.result: Any = None  # the RequestOutput, once the block has been given it
         self._greenlet = greenlet.greenlet(self._run)
@@ -220,7 +219,8 @@ class Block:
     def changes(self) -> dict[str, Change]:
         """What the saved values have changed by since this was last asked."""
         mutates = self._mutation.possible(self.namespace)
-        return self.shadow.update(self._collect(), mutates=mutates, only_grow=self._only_grow)
+        only_grow = self._only_grow if self.namespace.get("list", list) is list else ()
+        return self.shadow.update(self._collect(), mutates=mutates, only_grow=only_grow)
 
     def _collect(self) -> dict[str, Any]:
         """The saved values as they are now, by name."""

@@ -35,6 +35,7 @@ class _Parcel:
     nbytes: int = 0
     entry: Entry | Captured | None = None
     place: tuple[Segment, int] | None = None
+    start: int = 0  # bytes from its place on, where it shares that with others
 
     def add(self, tensor: torch.Tensor) -> tuple[int, torch.dtype]:
         """Take a tensor in (:class:`nnsight_async.wire.Tensors`)."""
@@ -56,7 +57,7 @@ class _Parcel:
         if self.place is None:
             return []
         segment, page = self.place
-        start = segment.base + page * PAGE
+        start = segment.base + page * PAGE + self.start
         memory = segment.memory
         return [
             Piece(tensors, dtype, memory, start + offset, step)
@@ -90,9 +91,6 @@ class Mailbox:
         try:
             self._copy(parcels)
         except Exception as error:  # one tensor that cannot be copied: whose it is is not known here
-            for parcel in parcels:
-                if parcel.place is not None:
-                    parcel.place[0].release(parcel.place[1])
             for block in blocks:
                 _fail(block, error)
             self._copy([self._parcel(block, final) for block in blocks])
@@ -117,46 +115,68 @@ class Mailbox:
         return parcel
 
     def _copy(self, parcels: Sequence[_Parcel]) -> None:
+        # Those that will ride in the message have one place together: one copy brings all of them.
+        together = 0
         for parcel in parcels:
-            if parcel.nbytes:
+            if 0 < parcel.nbytes <= _INLINE:
+                parcel.start = together
+                together += parcel.nbytes
+        shared = self.arena.allocate(together) if together else None
+        places = [shared] if shared is not None else []
+        for parcel in parcels:
+            if parcel.nbytes > _INLINE:
                 parcel.place = self.arena.allocate(parcel.nbytes)
+                places.append(parcel.place)
+            elif parcel.nbytes:
+                parcel.place = shared
         placed = sorted(
             (parcel for parcel in parcels if parcel.place is not None),
-            key=lambda parcel: (parcel.place[0].number, parcel.place[1]),  # type: ignore[index]
+            key=lambda parcel: (parcel.place[0].number, parcel.place[1], parcel.start),  # type: ignore[index]
         )
         pieces = [piece for parcel in placed for piece in parcel.pieces()]
         self._opened += [
             SegmentOpened(segment.number, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.pages)
             for segment in self.arena.opened()
         ]
-        entries = [(parcel.entry, parcel.place, parcel.nbytes) for parcel in parcels]
-        self._staging.copy(pieces, partial(self._send, entries, self._opened))
+        try:
+            self._staging.copy(pieces, partial(self._send, parcels, shared, together, self._opened))
+        except Exception:
+            for segment, page in places:
+                segment.release(page)
+            raise
         self._opened = []
+        for parcel in parcels:
+            parcel.tensors = []  # their memory is not to wait until the post is on its way
 
     def _send(
         self,
-        parcels: Sequence[tuple[Entry | Captured | None, tuple[Segment, int] | None, int]],
+        parcels: Sequence[_Parcel],
+        shared: tuple[Segment, int] | None = None,
+        together: int = 0,
         opened: Sequence[SegmentOpened] = (),
     ) -> None:
         """Send a post whose tensors have been copied; on the staging's thread."""
-        inline = bytearray()
+        inline = b""
+        if shared is not None:
+            segment, page = shared
+            start = segment.base + page * PAGE
+            inline = segment.memory[start : start + together]
+            segment.release(page)
         post = Post([], list(opened))
-        for entry, place, nbytes in parcels:
+        for parcel in parcels:
+            entry = parcel.entry
             if isinstance(entry, Captured):
                 post.captured.append(entry)
             else:
                 assert entry is not None
                 post.entries.append(entry)
-            if place is None:
+            if parcel.place is None:
                 continue
-            segment, page = place
-            if nbytes <= _INLINE:
-                start = segment.base + page * PAGE
-                entry.segment, entry.offset, entry.nbytes = -1, len(inline), nbytes
-                inline += segment.memory[start : start + nbytes]
-                segment.release(page)
+            entry.nbytes = parcel.nbytes
+            if parcel.nbytes <= _INLINE:
+                entry.segment, entry.offset = -1, parcel.start
             else:
-                entry.segment, entry.offset, entry.nbytes = segment.number, page, nbytes
+                entry.segment, entry.offset = parcel.place[0].number, parcel.place[1]
         frames: list[Any] = [self._encoder.encode(post), inline]
         self._socket.send_multipart(frames, copy=False)
 

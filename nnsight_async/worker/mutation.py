@@ -41,9 +41,9 @@ class Mutation:
 
     def possible(self, namespace: Mapping[str, Any]) -> bool:
         """Whether a tensor may have been changed, the program's variables being as they are now."""
-        if self.always or any(isinstance(namespace.get(name), torch.Tensor) for name in self.counters):
+        if self.always or any([isinstance(namespace.get(name), torch.Tensor) for name in self.counters]):
             return True
-        return any(name in namespace and not _is_harmless(namespace[name]) for name in self.callees)
+        return not all([name not in namespace or _is_harmless(namespace[name]) for name in self.callees])
 
 
 def find_mutation(tree: ast.AST) -> Mutation:
