@@ -191,14 +191,14 @@ class Block:
         if frame is not None:
             dead = self.program.dead.get(frame.f_lasti)
             if dead is not None:
-                return shown.release(self.namespace, dead, self._helpers)
+                return shown.release(self.namespace, dead, self.saved, self._helpers)
         elif not self.ended:
             frame = self._frame = next(f for f in self._frames() if f.f_code is self.program.code)
         dead = self.program.dead_names(frame.f_lasti if frame is not None else None, self.saved)
-        return shown.release(self.namespace, dead, self._helpers)
+        return shown.release(self.namespace, dead, self.saved, self._helpers)
 
     def _helpers(self) -> list[dict[str, Any]]:
-        """The variables of functions that the block is in the middle of calling, and what it has saved."""
+        """What the block has saved, and the variables of functions that it is in the middle of calling."""
         helpers: list[dict[str, Any]] = [self.saved]
         for frame in self._frames():
             if frame.f_code is self.program.code:

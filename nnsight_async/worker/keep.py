@@ -14,11 +14,11 @@ A variable that the program will overwrite before it reads it again is dropped i
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import gt, sub
 from types import FunctionType, ModuleType
 from typing import Any, Final
+from weakref import ref
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ class Shown:
         self._spans = spans
         self._known_slabs = slabs
         self._index = 0
-        self._refs: list[weakref.ref[torch.Tensor]] = []
+        self._refs: list[ref[torch.Tensor]] = []
         self._slabs: dict[int, Slab | None] = {}  # by the storage whose rows they take
         #: The tensors that are handed out in rows, where that is all that is handed out.
         self._columns: tuple[torch.Tensor, ...] = ()
@@ -106,7 +106,7 @@ class Shown:
         if views is not None:
             value = views[index]
             views[index] = None
-            self._refs = [weakref.ref(value)] if type(value) is not Parts else list(map(weakref.ref, value))
+            self._refs = [ref(value)] if type(value) is not Parts else list(map(ref, value))
         else:
             self._refs = []
             spans = self._spans
@@ -116,7 +116,7 @@ class Shown:
 
     def hand_out(self, view: torch.Tensor) -> torch.Tensor:
         """Remember a view that the block gets."""
-        self._refs.append(weakref.ref(view))
+        self._refs.append(ref(view))
         return view
 
     def held(self) -> bool:
@@ -125,40 +125,53 @@ class Shown:
         return counts != most and any(map(gt, counts, most))
 
     def release(
-        self, namespace: dict[str, Any], dead: Iterable[str], others: Callable[[], Iterable[dict[str, Any]]]
+        self,
+        namespace: dict[str, Any],
+        dead: Iterable[str],
+        saved: dict[str, Any],
+        others: Callable[[], Iterable[dict[str, Any]]],
     ) -> bool:
         """Give what the block still holds other memory; returns False where some of it could not be found.
 
-        ``dead`` are the program's variables in ``namespace`` that will not be read again; ``others`` gives the
-        variables of functions that the block is in the middle of calling. What was held has its values after
-        :meth:`settle`.
+        ``dead`` are the program's variables in ``namespace`` that will not be read again, ``saved`` is what the block
+        has saved; ``others`` gives the variables of functions that it is in the middle of calling. What was held has
+        its values after :meth:`settle`.
         """
         for name in dead:
             if name in namespace and type(namespace[name]) not in _PLAIN and _is_plain(namespace[name]):
                 del namespace[name]
         columns, slabs = self._columns, self._slabs
-        for column, ref in enumerate(self._refs):
-            tensor = ref()
+        for column, known in enumerate(self._refs):
+            tensor = known()
             if tensor is None:
                 continue
             slab = slabs.get(tensor.untyped_storage()._cdata)
             if slab is not None and column < len(columns):
-                slab.take(tensor, ref, self._index)
+                slab.take(tensor, known, self._index)
             else:
-                self._own(tensor, ref, column)
+                self._own(tensor, known, column)
             del tensor
         if not self.held():
             return True
-        # The newest first: what was just read was most likely just stored.
+        # What was just read was most likely just stored, at the end of a list that is saved.
+        for value in saved.values():
+            if type(value) is list and value and type(value[-1]) is torch.Tensor:
+                tensor = value[-1]
+                if tensor.untyped_storage()._cdata in self._storages:
+                    self._own(tensor, ref(tensor), None)
+                    if not self.held():
+                        return True
+                del tensor
+        # Else the newest are looked at first.
         for tensor in _tensors(namespace, others):
             if tensor.untyped_storage()._cdata in self._storages:
-                self._own(tensor, weakref.ref(tensor), None)
+                self._own(tensor, ref(tensor), None)
                 del tensor
                 if not self.held():
                     return True
         return not self.held()
 
-    def _own(self, tensor: torch.Tensor, ref: weakref.ref[torch.Tensor], column: int | None) -> None:
+    def _own(self, tensor: torch.Tensor, known: ref[torch.Tensor], column: int | None) -> None:
         cdata = tensor.untyped_storage()._cdata
         if cdata in self._slabs:
             slab = self._slabs[cdata]
@@ -169,9 +182,9 @@ class Shown:
         if slab is None:
             own(tensor)
         elif column is None or column >= len(self._columns):
-            slab.take_part(tensor, ref, self._index)
+            slab.take_part(tensor, known, self._index)
         else:
-            slab.take(tensor, ref, self._index)
+            slab.take(tensor, known, self._index)
 
     def _open(self, cdata: int) -> Slab | None:
         """A slab for the one tensor of a storage; None where blocks may come to each other's rows of it."""

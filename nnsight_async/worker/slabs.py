@@ -77,7 +77,10 @@ class Slab:
         start, stop = self._spans.bounds[index]
         offset = tensor.storage_offset() - self._base
         shape, strides = tensor.size(), tensor.stride()
-        last = offset + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
+        if tensor.is_contiguous():
+            last = offset + tensor.numel() - 1
+        else:
+            last = offset + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
         first = self._spans.start
         inside = (start - first) * self._elements <= offset <= last < (stop - first) * self._elements
         if tensor.dtype is not self._rows.dtype or not inside:
