@@ -86,9 +86,10 @@ class Segment:
         """Where its memory begins."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
-    def close(self) -> None:
-        """Free its memory, in the client too, which must show none of it any more."""
-        self.memory.madvise(mmap.MADV_REMOVE)
+    def close(self, *, remove: bool) -> None:
+        """Let go of it; with ``remove`` its memory is freed in the client too, which must show none of it any more."""
+        if remove:
+            self.memory.madvise(mmap.MADV_REMOVE)
         os.close(self.fd)
         with contextlib.suppress(BufferError):  # something still shows it: then it goes when that does
             self.memory.close()
@@ -151,9 +152,9 @@ class Arena:
         return closed
 
     def close(self) -> None:
-        """Close all segments."""
+        """Close all segments. What the client still shows of them stays until it does not any more."""
         for segment in list(self.segments.values()):
-            self._close(segment)
+            self._close(segment, remove=False)
 
     def _open(self, pages: int) -> Segment:
         segment = self.segments[self._count] = Segment(self._count, pages)
@@ -163,8 +164,8 @@ class Arena:
             self._prepare(segment.address(), segment_size(pages))
         return segment
 
-    def _close(self, segment: Segment) -> None:
+    def _close(self, segment: Segment, *, remove: bool) -> None:
         del self.segments[segment.number]
         if self._dispose is not None:
             self._dispose(segment.address(), segment_size(segment.pages))
-        segment.close()
+        segment.close(remove=remove)
