@@ -114,9 +114,9 @@ class _Packer:
         self._reference = reference
         # A tensor saved twice is sent once. It is kept too, or another could come to have its identity meanwhile.
         self._known: dict[int, tuple[torch.Tensor, Ext]] = {}
-        # Those that were sent together with others like them: their offsets, and what they are held by.
-        self._offsets: dict[int, int] = {}
-        self._alike: list[tuple[list[torch.Tensor], torch.dtype]] = []
+        # Those that were sent together with others like them: where they are and as what, and what holds them.
+        self._placed: dict[int, tuple[int, torch.dtype]] = {}
+        self._alike: list[list[torch.Tensor]] = []
 
     def place(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put tensors that are going to be met in values where they go, together those that are alike."""
@@ -165,12 +165,13 @@ class _Packer:
         """A list's items: as one, where they are tensors that are alike."""
         if items and type(items[0]) is torch.Tensor and self._are_alike(items):
             identities = list(map(id, items))
-            new = self._known.keys().isdisjoint(identities) and self._offsets.keys().isdisjoint(identities)
+            new = self._known.keys().isdisjoint(identities) and self._placed.keys().isdisjoint(identities)
             if new and len(set(identities)) == len(identities):
                 offset, dtype = self._tensors.add_alike(items)
                 shape, step = items[0].shape, step_of(items[0].numel(), dtype)
-                self._offsets.update(zip(identities, itertools.count(offset, step), strict=False))
-                self._alike.append((items, dtype))
+                places = zip(itertools.count(offset, step), itertools.repeat(dtype), strict=False)
+                self._placed.update(zip(identities, places, strict=False))
+                self._alike.append(items)
                 place = _PLACES.pack(offset, step, len(items), _CODES[dtype], len(shape))
                 return Ext(_ALIKE, place + struct.pack(f"<{len(shape)}q", *shape))
         return [self.value(item) for item in items]
@@ -193,17 +194,11 @@ class _Packer:
     def tensor(self, tensor: torch.Tensor) -> Ext:
         known = self._known.get(id(tensor))
         if known is None:
-            offset, dtype = self._place(tensor)
+            offset, dtype = self._placed.get(id(tensor)) or self._tensors.add(tensor)
             shape = tensor.shape
             place = _PLACE.pack(offset, _CODES[dtype], len(shape)) + struct.pack(f"<{len(shape)}q", *shape)
             known = self._known[id(tensor)] = (tensor, Ext(_TENSOR, place))
         return known[1]
-
-    def _place(self, tensor: torch.Tensor) -> tuple[int, torch.dtype]:
-        offset = self._offsets.get(id(tensor))
-        if offset is None:
-            return self._tensors.add(tensor)
-        return offset, next(dtype for items, dtype in self._alike if any(item is tensor for item in items))
 
     def _pickle(self, value: Any) -> bytes:
         out = io.BytesIO()

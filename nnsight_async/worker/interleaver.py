@@ -264,6 +264,7 @@ class Interleaver:
         if missed:
             self._leave(step)
         self._rows = {}
+        self._spans = None  # blocks that are over are not to be held until there is another step
         self.slabs.tidy()
         return step
 
@@ -322,9 +323,7 @@ class Interleaver:
             block.fail(error)
         finally:
             self._running = before
-        waiting = block.waiting
-        if waiting is not None and waiting.key is not None and waiting.step == block.step and block.state is None:
-            self._queue(block, waiting.key)
+        self._park(block)
 
     def _throw(self, block: Block, error: BaseException) -> None:
         before, self._running = self._running, block
@@ -337,7 +336,7 @@ class Interleaver:
 
     def _park(self, block: Block) -> None:
         waiting = block.waiting
-        if not block.ended and waiting is not None and waiting.key is not None and waiting.step == block.step:
+        if waiting is not None and waiting.key is not None and waiting.step == block.step and block.state is None:
             self._queue(block, waiting.key)
 
     def _queue(self, block: Block, key: Key) -> None:
