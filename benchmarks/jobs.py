@@ -50,12 +50,14 @@ class Run:
         first: for each request that was streamed, seconds from the start of the run to its first token. All requests
             are wanted at the start, so this includes what the client does for those before it.
         between: seconds between a token and the next, over all streamed requests.
+        processor: seconds of processor time of this process and all that it has started, if somebody has looked.
     """
 
     tokens: int
     seconds: float
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
+    processor: float | None = None
 
 
 #: Given an engine or a model and a job, do the work.

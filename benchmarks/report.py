@@ -24,6 +24,11 @@ def report(results: Mapping[str, Any]) -> str:
         _table("Tokens per second, as a multiple of plain vLLM's (more is better)", results, _spread("throughput")),
         _sweeps(results),
         _table(
+            "Processor time of all processes, as a multiple of plain vLLM's (less is better)",
+            results,
+            _spread("processor"),
+        ),
+        _table(
             "Time to the first token, as a multiple of plain vLLM's: median, 99th percentile (less is better)",
             results,
             _pair("first token"),
@@ -59,6 +64,8 @@ def describe(results: Mapping[str, Any]) -> str:
     where = ", ".join(machine["gpus"]) or f"{machine['processor']}, {machine['cores']} cores"
     engines = f"plain vLLM {'eager' if settings['plain_eager'] else 'with its defaults'}"
     whole = "" if results.get("finished") else " The run was cut short."
+    if not machine["gpus"]:
+        whole = f" Load of the machine when the run began: {machine['load']:.1f}.{whole}"
     return (
         f"{where}; vLLM {machine['vllm']}, torch {machine['torch']}, Python {machine['python']}. "
         f"{settings['model']}, {engines}; prompts of {settings['prompt_tokens']} tokens, {settings['new_tokens']} new "
@@ -114,26 +121,45 @@ def _sweeps(results: Mapping[str, Any]) -> str:
             found = ratio(rounds, "seconds")
             if found is None:
                 continue
-            line = f"| {who} | {count} | {_with_range(found)} |"
+            line = f"| {who} | {count} | {_with_range(found)} | {_with_range(ratio(rounds, 'processor'))} |"
             if settings.get("absolute"):
                 mine, plain = absolute(rounds, "seconds", "measured"), absolute(rounds, "seconds", "plain")
                 line += f" {mine:.2f}, {plain:.2f} |"
             lines.append(line)
     if not lines:
         return ""
-    head, rule = "| sweep | prompts | time, as a multiple of plain vLLM's |", "| --- | ---: | ---: |"
+    head = "| sweep | prompts | time, as a multiple of plain vLLM's | processor time, likewise |"
+    rule = "| --- | ---: | ---: | ---: |"
     if settings.get("absolute"):
         head, rule = head + " seconds, and plain vLLM's |", rule + " ---: |"
     title = f"A sweep of short prompts, one new token each, {settings['concurrency']} at once (less is better)"
     return f"{title}:\n\n" + "\n".join([head, rule, *lines])
 
 
+def fill_in(page: str, name: str, results: Mapping[str, Any]) -> str:
+    """A page with the tables of results put where it has ``<!-- name -->`` and ``<!-- end -->``.
+
+    Raises:
+        ValueError: it has no such place.
+    """
+    mark = f"<!-- {name} -->\n"
+    before, found, rest = page.partition(mark)
+    _, end, after = rest.partition("<!-- end -->")
+    if not (found and end):
+        raise ValueError(f"the page has no place for {name}: {mark.strip()} and <!-- end -->")
+    return f"{before}{mark}{describe(results)}\n\n{report(results)}\n{end}{after}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="what benchmarks.run has written")
-    results = json.loads(parser.parse_args().results.read_text())
-    print(describe(results), end="\n\n")
-    print(report(results))
+    parser.add_argument("--into", type=Path, help="put them into this page, where it names the file, and print nothing")
+    arguments = parser.parse_args()
+    results = json.loads(arguments.results.read_text())
+    if arguments.into is not None:
+        arguments.into.write_text(fill_in(arguments.into.read_text(), arguments.results.as_posix(), results))
+        return
+    print(f"{describe(results)}\n\n{report(results)}")
 
 
 if __name__ == "__main__":

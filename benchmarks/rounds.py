@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.jobs import Job, Run
+from benchmarks.machine import processor_seconds
 from benchmarks.statistics import ratio, summarize
 
 #: New tokens of each request of a warm-up.
@@ -166,9 +167,12 @@ def _groups(tasks: Sequence[Task], size: int) -> Iterator[list[Task]]:
 
 
 async def _quietly(run: Runner, job: Job) -> Run:
-    """Run a job with the garbage of others out of the way."""
+    """Run a job with the garbage of others out of the way, and note the processor time that it takes."""
     gc.collect()
-    return await run(job)
+    before = processor_seconds()
+    done = await run(job)
+    done.processor = processor_seconds() - before
+    return done
 
 
 async def _try(contestant: Contestant, task: Task, results: Results, *, look: bool = True) -> Run | None:

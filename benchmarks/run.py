@@ -17,7 +17,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_LENS_DISABLE", "1")  # where it is installed, it would make plain vLLM run eagerly
 
 import argparse
-import asyncio
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -183,8 +182,7 @@ async def run(arguments: argparse.Namespace, results: Results) -> None:
         results.finished = whole
     finally:
         results.write()
-        engine.shutdown()
-        await asyncio.sleep(0)
+        await plain.stop(engine)
 
 
 def parse(command: list[str] | None = None) -> argparse.Namespace:

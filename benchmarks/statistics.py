@@ -36,16 +36,19 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def summarize(run: Run) -> dict[str, Any]:
     """A run as it is written down. Times are in seconds; a run that was not streamed has none of its tokens'."""
     summary: dict[str, Any] = {"tokens": run.tokens, "seconds": run.seconds}
+    if run.processor is not None:
+        summary["processor"] = run.processor
     for name, values in (("first", run.first), ("between", run.between)):
         if values:
             summary[name] = {"median": percentile(values, 50), "p99": percentile(values, 99)}
     return summary
 
 
-#: What is compared: how to find it in a summary of a run, and whether more of it is better.
+#: What is compared: how to find it in a summary of a run (throughput is worked out).
 MEASURES: dict[str, tuple[str, ...]] = {
     "throughput": ("throughput",),
     "seconds": ("seconds",),
+    "processor": ("processor",),
     "first token, median": ("first", "median"),
     "first token, 99th percentile": ("first", "p99"),
     "between tokens, median": ("between", "median"),

@@ -23,7 +23,7 @@ async def start(settings: Settings) -> Any:
 
 async def close(engine: Any) -> None:
     """Shut the engine down."""
-    engine.shutdown()
+    await plain.stop(engine)
 
 
 async def _stream(engine: Any, job: Job, extra: dict[str, Any], check: Any = None) -> Run:
