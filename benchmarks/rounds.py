@@ -129,13 +129,15 @@ async def measure(
                 await _warm_up(contestant, plain, members, results)
             measured: list[tuple[Task, Run]] = []
             if number % 2 == 0:
-                beside = await _quietly(plain[members[0].plain], members[0].job)
-            for task in members if number % 2 == 0 else reversed(members):
+                beside = await _plainly(plain, members[0])
+            ordered = members if number % 2 == 0 else members[::-1]
+            await _try(contestant, _glance(ordered[0]), results, look=False)
+            for task in ordered:
                 run = await _try(contestant, task, results)
                 if run is not None:
                     measured.append((task, run))
             if number % 2 == 1:
-                beside = await _quietly(plain[members[0].plain], members[0].job)
+                beside = await _plainly(plain, members[0])
             for task, run in measured:
                 _tell(number, contestant, task, results.add(contestant.name, task, run, beside))
             results.write()
@@ -154,6 +156,17 @@ async def _warm_up(
     await _quietly(plain[tasks[0].plain], job)
     for task in tasks:
         await _try(contestant, replace(task, job=job), results, look=False)
+
+
+def _glance(task: Task) -> Task:
+    """One prompt of a task with a token or two, to wake up an engine that has been idle while another ran."""
+    return replace(task, job=replace(task.job, prompts=task.job.prompts[:1], tokens=min(task.job.tokens, 2)))
+
+
+async def _plainly(plain: Mapping[str, Runner], task: Task) -> Run:
+    """The plain run beside a task, on an engine that is awake."""
+    await _quietly(plain[task.plain], _glance(task).job)
+    return await _quietly(plain[task.plain], task.job)
 
 
 def _groups(tasks: Sequence[Task], size: int) -> Iterator[list[Task]]:

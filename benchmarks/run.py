@@ -83,6 +83,10 @@ def make_tasks(arguments: argparse.Namespace, shape: Shape) -> list[Task]:
     """Every chosen workload at every number of requests."""
     device = "cuda" if arguments.gpu else "cpu"
     tasks = []
+    if "sweep" in arguments.workloads:
+        work = made_up_prompts(arguments.sweep_prompts, SWEEP_TOKENS, shape.vocabulary)
+        job = shape.job(work, 1, device, arguments.concurrency)
+        tasks.append(Task("sweep", "sweep", arguments.sweep_prompts, job))
     for level in arguments.requests:
         work = made_up_prompts(level, arguments.prompt_tokens, shape.vocabulary, seed=level)
         job = shape.job(work, arguments.new_tokens, device)
@@ -90,10 +94,6 @@ def make_tasks(arguments: argparse.Namespace, shape: Shape) -> list[Task]:
             spec = WORKLOADS[name]
             if spec.plain != "sweep" and not (spec.heavy and level > arguments.heavy_requests):
                 tasks.append(Task(name, spec.plain, level, job))
-    if "sweep" in arguments.workloads:
-        work = made_up_prompts(arguments.sweep_prompts, SWEEP_TOKENS, shape.vocabulary)
-        job = shape.job(work, 1, device, arguments.concurrency)
-        tasks.append(Task("sweep", "sweep", arguments.sweep_prompts, job))
     return tasks
 
 
@@ -190,7 +190,7 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--workloads", type=_names(list(WORKLOADS)), help="names with commas between them (default: all)")
-    add("--requests", type=_numbers, help="requests in flight (default 1,8,32 and, on a GPU, 128)")
+    add("--requests", type=_numbers, help="requests in flight, in this order (default 1,8,32 and, on a GPU, 128)")
     add("--rounds", type=int, default=3, help="rounds of each workload (default 3)")
     add("--prompt-tokens", type=int, help="tokens of each prompt (default 512 on a GPU, 16 without)")
     add("--new-tokens", type=int, help="new tokens of each request (default 128 on a GPU, 8 without)")
@@ -266,6 +266,8 @@ def main() -> None:
     }
     for name in ("requests", "rounds", "prompt_tokens", "new_tokens", "sweep_prompts", "concurrency", "eager", "group"):
         settings[name] = getattr(arguments, name)
+    settings["peers"] = {name: peer.version for name, peer in installed().items() if name in arguments.only}
+    settings["requests"] = sorted(arguments.requests)
     results = Results(arguments.json, describe_machine(), settings)
     try:
         uvloop.run(run(arguments, results))

@@ -136,6 +136,8 @@ async def test_rounds_take_turns_and_leave_out_what_fails(tmp_path: Path) -> Non
 
     def runner(name: str) -> Any:
         async def run(job: Job) -> Run:
+            if len(job.prompts) == 1:  # only to wake it up
+                return Run(1, 1.0)
             order.append(name)
             if name == "broken" and order.count("broken") == 2:
                 raise ValueError("broken")
@@ -183,10 +185,10 @@ def test_the_command_line(engines: Engines) -> None:
     arguments = parse([*command, "--model", path, "--sweep-prompts", "5"])
     tasks = make_tasks(arguments, Shape.of(path))
     assert [(task.workload, task.level) for task in tasks] == [
+        ("sweep", 5),
         ("untraced", 1),
         ("every layer", 1),
         ("untraced", 2),
-        ("sweep", 5),
     ]
     with pytest.raises(SystemExit):
         parse(["--workloads", "untracked"])

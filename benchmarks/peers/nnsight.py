@@ -5,7 +5,6 @@ Without ``eager`` its engine has taps at every layer's output and keeps CUDA gra
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,6 @@ async def close(model: Any) -> None:
 
 async def _timed(run: Callable[[], int]) -> Run:
     async def work() -> int:
-        await asyncio.sleep(0)
         return run()
 
     return await timed(work())
