@@ -34,7 +34,8 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from benchmarks.run import ENGINE, describe_machine, prompts
+from benchmarks.machine import describe_machine
+from benchmarks.run import ENGINE, prompts
 from nnsight_async import VLLM
 from nnsight_async.changes import Grow
 from nnsight_async.client.invoke import Invoke

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import threading
 import time
-import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
@@ -28,6 +27,7 @@ from nnsight_async.client.ledger import Ledger
 from nnsight_async.client.loop import LoopThread
 from nnsight_async.client.mailbox import Mailbox
 from nnsight_async.client.tiers import TierStats, tier_stats
+from nnsight_async.client.unique import unique
 from nnsight_async.engine.arguments import set_worker_settings
 from nnsight_async.engine.start import Sink, render_prompt, settle, start_engine, stop_engine, watch_end
 from nnsight_async.errors import ENGINE_DIED, ArgumentError, ClosedError, EngineError, NnsightAsyncError, PromptError
@@ -152,7 +152,7 @@ class Connection:
     async def submit(self, invoke: Invoke) -> str:
         """Put an invoke's request into the engine; returns its internal id."""
         await self.ready()
-        request_id = f"trace-{uuid.uuid4().hex[:16]}"
+        request_id = unique("trace")
         self._sinks[request_id] = invoke
         self._running.add(invoke)
         try:
@@ -170,20 +170,23 @@ class Connection:
             del self._sinks[request_id]
         return str(collector.request_id)
 
-    async def forget(self, invoke: Invoke) -> None:
-        """Free everything of an invoke, aborting its request if it is still running."""
+    def forget(self, invoke: Invoke) -> None:
+        """Expect nothing more from the worker for an invoke."""
         self._running.discard(invoke)
+        if self._mailbox is not None:
+            for worker_id in invoke.worker_ids:
+                self._mailbox.receivers.pop(worker_id, None)
+
+    async def abort(self, invoke: Invoke) -> None:
+        """Free everything of an invoke in the engine, whose request may still be running."""
         if self._engine is None:
             return
-        for worker_id in invoke.worker_ids:
-            self.mailbox.receivers.pop(worker_id, None)
-        if not invoke.over or invoke.error is not None:
-            # vLLM registers a request before it submits it: one that never came so far has its id registered too.
-            ids = [invoke.internal_id] if invoke.internal_id else invoke.worker_ids
-            with contextlib.suppress(Exception):  # the engine may be the one that died
-                await self.engine.abort(ids, internal=True)
-                for worker_id in invoke.may_want_result():
-                    await self.send_result(worker_id, None)
+        # vLLM registers a request before it submits it: one that never came so far has its id registered too.
+        ids = [invoke.internal_id] if invoke.internal_id else invoke.worker_ids
+        with contextlib.suppress(Exception):  # the engine may be the one that died
+            await self.engine.abort(ids, internal=True)
+            for worker_id in invoke.may_want_result():
+                await self.send_result(worker_id, None)
 
     async def send_result(self, worker_id: str, result: bytes | None) -> None:
         """Hand a finished request's RequestOutput to its block, or None to have the block freed without."""

@@ -107,9 +107,13 @@ class Invoke:
             except Exception as error:
                 self.error = _engine_error(error)
         finally:
-            # A cancel must not keep the engine from hearing of it.
-            await asyncio.shield(connection.forget(self))
-            self._close()
+            connection.forget(self)
+            try:
+                if not self.over or self.error is not None:
+                    # A cancel must not keep the engine from hearing of it.
+                    await asyncio.shield(connection.abort(self))
+            finally:
+                self._close()
 
     def abort(self) -> bool:
         """End the request as closed; returns False while it is still being submitted, when a cancel has to do it.

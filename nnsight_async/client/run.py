@@ -50,7 +50,10 @@ class Run:
     async def _run(self) -> None:
         self._task = asyncio.current_task()
         try:
-            await asyncio.gather(*(self._run_invoke(invoke) for invoke in self.invokes))
+            if len(self.invokes) == 1:  # no task of its own, which a short request would notice
+                await self._run_invoke(self.invokes[0])
+            else:
+                await asyncio.gather(*(self._run_invoke(invoke) for invoke in self.invokes))
         finally:
             self._reference = self._task = None  # they refer back: what was saved is to go with its last reader
 

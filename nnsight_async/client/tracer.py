@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-import uuid
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import CancelledError, Future
 from types import FrameType, TracebackType
@@ -19,6 +18,7 @@ from nnsight_async.client.prompts import make_prompt
 from nnsight_async.client.run import Run
 from nnsight_async.client.sampling import check_settings, make_params
 from nnsight_async.client.stream import Stream
+from nnsight_async.client.unique import unique
 from nnsight_async.errors import (
     NO_BARRIER,
     ArgumentError,
@@ -210,7 +210,7 @@ class Tracer:
         program = block.program
         params = make_params(settings, block.extra_args(self, self._dtype))
         # Salted, so that what an edited request leaves in the prefix cache is found by nobody.
-        salted = {**prompt, "cache_salt": uuid.uuid4().hex}
+        salted = {**prompt, "cache_salt": unique("salt")}
         number = len(self._invokes)
         # A block that the tracer has not travelled with cannot ask for a live value.
         names = live_names(program.wrapped) if self._travelled else frozenset[str]()

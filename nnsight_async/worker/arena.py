@@ -147,7 +147,7 @@ class Arena:
         for segment in free:
             spare += segment.pages
             if spare > _SPARE and segment not in self._opened:
-                self._close(segment)
+                self._close(segment, remove=True)
                 closed.append(segment.number)
         return closed
 
