@@ -13,13 +13,15 @@ from typing import Final
 from nnsight_async.segments import FREE, IN_USE, PAGE, RELEASED, pages_of, segment_size, table_size
 
 _RELEASED: Final = bytes([RELEASED])
-#: Pages of a segment, unless one entry needs more.
+#: Pages of a segment, unless one entry needs more ...
 _SEGMENT: Final = (64 << 20) // PAGE
+#: ... and of the first one where memory has to be prepared, which takes a while: it is made at the start, and kept.
+_PREPARED: Final = (512 << 20) // PAGE
 #: Pages that are kept, free, for what comes next, when the client asks to have memory given back.
 _SPARE: Final = (256 << 20) // PAGE
 
-#: Called with a segment's memory when it is made, or before it goes.
-Prepare = Callable[[int, int], None]
+#: Called with memory, its address and its size in bytes.
+Prepare = Callable[[mmap.mmap, int, int], None]
 
 
 class Segment:
@@ -98,18 +100,19 @@ class Segment:
 class Arena:
     """All segments of one worker. For one thread, but for :meth:`Segment.release`.
 
-    ``prepare`` and ``dispose`` are told of the memory of each segment, as ``(address, size in bytes)``, when it is made
-    and before it goes: a GPU's driver has to know it to copy into it while the program goes on.
+    ``prepare`` and ``dispose`` are told of the first segment's memory, when it is made and before it goes: a GPU's
+    driver has to know memory to copy into it while the program goes on.
     """
 
     def __init__(self, prepare: Prepare | None = None, dispose: Prepare | None = None) -> None:
         self.segments: dict[int, Segment] = {}
-        self._prepare = prepare
         self._dispose = dispose
         self._count = 0
         self._opened: list[Segment] = []
+        self._prepared: Segment | None = None
         if prepare is not None:
-            self._open(_SEGMENT)  # it takes time, which no step should
+            self._prepared = first = self._open(_PREPARED)
+            prepare(first.memory, first.address(), segment_size(first.pages))
 
     @property
     def used(self) -> int:
@@ -145,6 +148,8 @@ class Arena:
         free = sorted((s for s in self.segments.values() if s.is_free), key=lambda segment: segment.pages)
         closed, spare = [], 0
         for segment in free:
+            if segment is self._prepared:
+                continue
             spare += segment.pages
             if spare > _SPARE and segment not in self._opened:
                 self._close(segment, remove=True)
@@ -160,12 +165,10 @@ class Arena:
         segment = self.segments[self._count] = Segment(self._count, pages)
         self._count += 1
         self._opened.append(segment)
-        if self._prepare is not None:
-            self._prepare(segment.address(), segment_size(pages))
         return segment
 
     def _close(self, segment: Segment, *, remove: bool) -> None:
         del self.segments[segment.number]
-        if self._dispose is not None:
-            self._dispose(segment.address(), segment_size(segment.pages))
+        if segment is self._prepared and self._dispose is not None:
+            self._dispose(segment.memory, segment.address(), segment_size(segment.pages))
         segment.close(remove=remove)

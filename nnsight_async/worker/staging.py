@@ -11,7 +11,7 @@ import mmap
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Protocol
 
@@ -21,6 +21,12 @@ from nnsight_async.segments import PAGE
 from nnsight_async.worker.arena import Prepare
 
 _STOP: Final = None
+#: Bytes that are gathered at a time, and of one tensor's more.
+_BUNCH: Final = 256 << 20
+#: Bytes that may wait on the device to be copied; with more, the forward pass waits.
+_UNDER_WAY: Final = 4 << 30
+#: Bytes of the thread's buffer.
+_BUFFER: Final = 32 << 20
 
 
 @dataclass(slots=True)
@@ -99,22 +105,32 @@ def _copy_on_host(piece: Piece) -> None:
 
 
 class CudaStaging:
-    """Where the model computes on a CUDA device."""
+    """Where the model computes on a CUDA device.
+
+    Copies into memory that the driver knows go by themselves. Other memory the thread fills through a buffer of its
+    own, so that neither the forward pass nor the driver waits for pages to be made.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._queue: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._known: set[int] = set()  # the memory that the driver knows
+        self._buffer: torch.Tensor | None = None
+        self._under_way = 0  # bytes on the device that wait to be copied
+        self._arrived = threading.Condition()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._finish, name="nnsight-async-mailbox", daemon=True)
         self._thread.start()
 
-    def prepare(self, address: int, size: int) -> None:
-        """Lock memory in place and tell the device of it, so that copies into it go by themselves."""
+    def prepare(self, memory: mmap.mmap, address: int, size: int) -> None:
+        """Lock memory in place and tell the driver of it."""
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
+        self._known.add(id(memory))
 
-    def dispose(self, address: int, size: int) -> None:
+    def dispose(self, memory: mmap.mmap, address: int, size: int) -> None:
         """Undo :meth:`prepare`."""
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+        self._known.discard(id(memory))
 
     def copy(self, pieces: Sequence[Piece], then: Callable[[], None]) -> None:
         """Queue the copies; ``then`` is called on another thread."""
@@ -124,37 +140,90 @@ class CudaStaging:
                 on_device.append(piece)
             else:
                 _copy_on_host(piece)
-        event = self._start(on_device) if on_device else None
-        self._queue.put((event, then))
+        for runs in _bunches(list(_runs(on_device))):
+            self._queue.put(self._start(runs))
+        self._queue.put(_Job(then=then))
 
     def close(self) -> None:
         """Send what is still under way, and end the thread."""
         self._queue.put(_STOP)
         self._thread.join()
 
-    def _start(self, pieces: Sequence[Piece]) -> torch.cuda.Event:
-        runs = list(_runs(pieces))
+    def _start(self, runs: Sequence[Sequence[Piece]]) -> _Job:
+        size = sum(_size(run) for run in runs)
+        with self._arrived:  # the device has other uses for its memory
+            self._arrived.wait_for(lambda: self._under_way == 0 or self._under_way + size <= _UNDER_WAY)
+            self._under_way += size
         gathered = gather(runs)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         gathered.record_stream(self._stream)
-        event = torch.cuda.Event(blocking=True)
+        arrived = torch.cuda.Event(blocking=True)
+        job = _Job(size=size, event=arrived)
         with torch.cuda.stream(self._stream):
             start = 0
             for run in runs:
-                first, last = run[0], run[-1]
-                size = last.offset + last.nbytes - first.offset
-                target = torch.frombuffer(first.memory, dtype=torch.uint8, count=size, offset=first.offset)
-                target.copy_(gathered[start : start + size], non_blocking=True)
+                size = _size(run)
+                target = torch.frombuffer(run[0].memory, dtype=torch.uint8, count=size, offset=run[0].offset)
+                part = gathered[start : start + size]
+                if id(run[0].memory) in self._known:
+                    target.copy_(part, non_blocking=True)
+                else:
+                    job.copies.append((target, part))
                 start += size
-            event.record(self._stream)
-        return event
+            arrived.record(self._stream)
+        return job
 
     def _finish(self) -> None:
-        while (item := self._queue.get()) is not _STOP:
-            event, then = item
-            if event is not None:
-                event.synchronize()
-            then()
+        while (job := self._queue.get()) is not _STOP:
+            if job.event is not None:
+                job.event.synchronize()
+                for target, part in job.copies:
+                    self._fill(target, part)
+                job.copies.clear()
+                with self._arrived:
+                    self._under_way -= job.size
+                    self._arrived.notify_all()
+            if job.then is not None:
+                job.then()
+
+    @torch.inference_mode()
+    def _fill(self, target: torch.Tensor, part: torch.Tensor) -> None:
+        if self._buffer is None:
+            self._buffer = torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            for rows, place in zip(part.split(_BUFFER), target.split(_BUFFER), strict=True):
+                buffer = self._buffer[: len(rows)]
+                buffer.copy_(rows, non_blocking=True)
+                self._stream.synchronize()
+                place.copy_(buffer)
+
+
+@dataclass(slots=True)
+class _Job:
+    """What the thread has to wait for, to copy, and to call, in this order."""
+
+    size: int = 0
+    event: torch.cuda.Event | None = None
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    then: Callable[[], None] | None = None
+
+
+def _size(run: Sequence[Piece]) -> int:
+    return run[-1].offset + run[-1].nbytes - run[0].offset
+
+
+def _bunches(runs: Sequence[Sequence[Piece]]) -> Iterator[list[Sequence[Piece]]]:
+    """The runs, so many at a time that gathering them takes little memory."""
+    bunch: list[Sequence[Piece]] = []
+    total = 0
+    for run in runs:
+        if bunch and total + _size(run) > _BUNCH:
+            yield bunch
+            bunch, total = [], 0
+        bunch.append(run)
+        total += _size(run)
+    if bunch:
+        yield bunch
 
 
 def gather(runs: Sequence[Sequence[Piece]]) -> torch.Tensor:
@@ -202,11 +271,12 @@ def _touch(run: Sequence[Piece]) -> bool:
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """The pieces that one copy can bring: in a row in one memory, less than a page between two of them."""
+    """The pieces that one copy can bring: in a row in one memory, less than a page between two, and not too many."""
     run: list[Piece] = []
     end = 0
     for piece in pieces:
-        if run and (piece.memory is not run[-1].memory or not 0 <= piece.offset - end < PAGE):
+        far = run and (piece.memory is not run[-1].memory or not 0 <= piece.offset - end < PAGE)
+        if far or (run and end - run[0].offset > _BUNCH):
             yield run
             run = []
         run.append(piece)
