@@ -236,7 +236,7 @@ def test_pages_are_used_again_when_they_are_given_back() -> None:
         segment.release(start)
     segment.reclaim()
     assert segment._free == [(0, 64)]
-    segment.close()
+    segment.close(remove=True)
 
 
 def test_a_range_is_given_back_with_the_last_thing_that_shows_it() -> None:
