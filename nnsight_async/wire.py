@@ -50,6 +50,8 @@ _ARRAYS: Final[dict[torch.dtype, np.dtype[Any]]] = {
     torch.uint8: np.dtype(np.uint8),
     torch.bool: np.dtype(np.bool_),
 }
+#: For the types that arrays do not have (bfloat16), arrays of a type of the same size.
+_STAND_INS: Final[dict[int, np.dtype[Any]]] = {1: np.dtype(np.uint8), 2: np.dtype(np.int16), 4: np.dtype(np.int32)}
 _INT64: Final = range(-(1 << 63), 1 << 63)
 
 #: Maps an object to what travels in its place, or None where the object itself travels.
@@ -311,7 +313,7 @@ class Loader:
         for size in sizes:
             elements *= size
         tensors: list[torch.Tensor]
-        kind = _ARRAYS.get(dtype)
+        kind = _ARRAYS.get(dtype) or _STAND_INS.get(dtype.itemsize)
         if self._device is None and elements and dims and kind is not None:
             # Each has a storage of its own, so that whoever saves or pickles one does not take the others along.
             width = step // dtype.itemsize
@@ -320,6 +322,8 @@ class Loader:
             if width != elements:
                 array = array.reshape(count, width)[:, :elements]
             tensors = list(map(torch.from_numpy, array.reshape(count, *sizes)))
+            if dtype not in _ARRAYS:
+                tensors = [tensor.view(dtype) for tensor in tensors]
         else:
             place = _PLACE.pack(0, code, dims)[8:] + shape
             tensors = [self._tensor(struct.pack("<Q", offset + step * index) + place) for index in range(count)]
