@@ -33,10 +33,12 @@ class Slab:
     __slots__ = (
         "_base",
         "_before",
+        "_each",
         "_elements",
         "_held",
         "_mark",
         "_of",
+        "_row",
         "_rows",
         "_spans",
         "_tensor",
@@ -47,7 +49,8 @@ class Slab:
     def __init__(self, tensor: torch.Tensor, spans: Spans) -> None:
         # No view of it is made before the end: it would count as held by a block.
         self._tensor = tensor
-        row = tensor.shape[1:]
+        row = self._row = tensor.shape[1:]
+        self._each: Sequence[torch.Tensor] | None = None  # its rows, one by one
         self._rows = tensor.new_empty((spans.stop - spans.start, *row))
         self._views: Sequence[torch.Tensor] = spans.split_cut(self._rows)
         self._spans = spans
@@ -75,6 +78,17 @@ class Slab:
     def take_part(self, tensor: torch.Tensor, ref: weakref.ref[torch.Tensor], index: int) -> None:
         """Repoint any view of a block's rows."""
         start, stop = self._spans.bounds[index]
+        if tensor.shape == self._row and self._rows.shape[0] <= 2 * len(self._views):
+            newest = stop - 1 - self._spans.start
+            if tensor.storage_offset() == self._base + newest * self._elements and tensor.is_contiguous():
+                if self._each is None:  # most likely all blocks keep the like
+                    self._each = self._rows.unbind()
+                if self._of != index:
+                    self._of, self._mark, self._before = index, len(self.refs), self._held
+                tensor.data = self._each[newest]
+                self.refs.append(ref)
+                self._held = min(self._held + self._elements, self._before + (stop - start) * self._elements)
+                return
         offset = tensor.storage_offset() - self._base
         shape, strides = tensor.size(), tensor.stride()
         if tensor.is_contiguous():
