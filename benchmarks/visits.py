@@ -129,7 +129,7 @@ class Worker:
         modules: dict[str, nn.Module] = dict(root.named_modules())
         self.layers, self.requests, self.width = layers, requests, width
         self.interleaver = Interleaver(lambda key: None)
-        self.interleaver.learn_order(
+        self.interleaver.order.learn(
             [(f"model.layers.{index}", side) for index in range(layers) for side in ("in", "out")]
         )
         hooks = Hooks(modules, lambda key, value: None)

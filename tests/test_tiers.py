@@ -196,7 +196,7 @@ def test_a_location_that_was_not_expected_is_shown_in_a_second_pass_with_all_edi
     order: list[tuple[str, str]] = []
     record(modules, lambda: model(torch.zeros(1, 1)), lambda key, value: order.append(key))
     hooks.learn_order(order)
-    interleaver.learn_order(order)
+    interleaver.order.learn(order)
     kept: dict[str, float] = {}
     names = {"kept": kept, "at": lambda number: interleaver.wait_for((f"layers.{number}", "out"))}
     blocks = [

@@ -8,38 +8,26 @@ where its module has a hook, and nothing where it has none: hooks are put on mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_async.errors import ArgumentError, NeverReachedError, NnsightAsyncError, OutOfOrderError, OutsideBlockError
+from nnsight_async.errors import ArgumentError, OutOfOrderError, OutsideBlockError
 from nnsight_async.protocol import BlockState, Entry
 from nnsight_async.saving import CacheMark
-from nnsight_async.tree import describe, is_operation, split_operation
+from nnsight_async.tree import is_operation
 from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Waiting
 from nnsight_async.worker.caching import CacheSpec, Caching, chosen_paths, open_cache
 from nnsight_async.worker.copies import Copies
 from nnsight_async.worker.journal import Journal
 from nnsight_async.worker.keep import Shown
+from nnsight_async.worker.order import Order, name_of
 from nnsight_async.worker.rows import Rows, Spans, assign, tensors_of
 from nnsight_async.worker.slabs import Slabs
 from nnsight_async.worker.taps import COPIED, Places, Tap, Taps
 
 if TYPE_CHECKING:
     from nnsight_async.worker.ranks import Ranks
-
-_NOWHERE: Final = -1  # before the first module of a step
-_AT_LOGITS: Final = 1 << 40
-_AT_SAMPLES: Final = _AT_LOGITS + 1
-_AFTER: Final = _AT_SAMPLES + 1
-#: The output of the model itself.
-_PASS_ENDS: Final[Key] = ("", "out")
-
-
-def name_of(key: Key) -> str:
-    """A key as a person writes it: ``model.layers.3.output``, ``logits``."""
-    path, side = key
-    return describe(path, side) if side in ("in", "out") else side  # type: ignore[arg-type]
 
 
 class Interleaver:
@@ -55,9 +43,7 @@ class Interleaver:
         self._tokens = 0
         self._requests = 0
         self._in_forward = False
-        self._position = _NOWHERE
-        self._order: dict[Key, list[int]] = {}
-        self._pass_end = _AT_LOGITS  # where the forward pass ends in the order, and computing the logits begins
+        self.order = Order()
         self._journal = Journal()
         self._noting = False  # whether the pass in progress is one that may have to be run again
         self._again = False  # whether it is being run again
@@ -65,13 +51,6 @@ class Interleaver:
         self.slabs = Slabs()
         self._shown: Shown | None = None
         self._spans: tuple[list[Block], Spans] | None = None
-
-    def learn_order(self, calls: Sequence[Key]) -> None:
-        """Take in the order in which a forward pass comes to its locations, as recorded from one."""
-        self._order = {LOGITS: [_AT_LOGITS], SAMPLES: [_AT_SAMPLES]}
-        for index, key in enumerate(calls):
-            self._order.setdefault(key, []).append(index)
-        self._pass_end = self._order.get(_PASS_ENDS, [_AT_LOGITS])[-1]
 
     # The forward thread's side: begin, visit, finish.
 
@@ -81,7 +60,7 @@ class Interleaver:
         self._tokens = tokens
         self._requests = requests
         self._in_forward = True
-        self._position = _NOWHERE
+        self.order.begin()
         self._noting = self._again = False
         self._waiting.clear()
         self._spans = None
@@ -114,7 +93,7 @@ class Interleaver:
         looked: set[Key] = set()
         programs: set[Places] = set()
         for key, blocks in self._waiting.items():
-            if self._in_pass(key):
+            if self.order.in_pass(key):
                 looked.add(key)
                 programs.update([block.places for block in blocks])
         for places in programs:
@@ -123,15 +102,11 @@ class Interleaver:
             looked |= places.expected()
         if any(is_operation(path) for path, _ in looked):
             return None
-        taps: set[Tap] = {key for key in looked if self._in_pass(key)}
-        taps.update([(*key, COPIED) for key in self.caching.locations() if key not in looked and self._in_pass(key)])
+        taps: set[Tap] = {key for key in looked if self.order.in_pass(key)}
+        taps.update(
+            [(*key, COPIED) for key in self.caching.locations() if key not in looked and self.order.in_pass(key)]
+        )
         return frozenset(taps)
-
-    def _in_pass(self, key: Key) -> bool:
-        if key[1] not in ("in", "out"):
-            return False
-        at = self._order.get(key)
-        return at is None or at[0] <= self._pass_end
 
     def note_pass(self) -> None:
         """The coming forward pass shows only what was expected, so it may have to be run again."""
@@ -140,14 +115,14 @@ class Interleaver:
 
     def unserved(self) -> bool:
         """Whether, at the end of a forward pass, somebody waits for a location that it went by without showing it."""
-        return any(self._in_pass(key) for key in self._waiting)
+        return any(self.order.in_pass(key) for key in self._waiting)
 
     def begin_again(self) -> None:
         """The forward pass is run once more, and shows everything."""
         self._noting, self._again = False, True
         self._journal.begin_again()
         self.caching.begin_again()
-        self._position = _NOWHERE
+        self.order.begin()
 
     def end_forward(self) -> None:
         """From here on, what is visited has one row a request: the logits and the modules that compute them."""
@@ -167,7 +142,7 @@ class Interleaver:
                 self._capture(key, self._enter(key, value))
                 self._leave(())
             return
-        self._position = self._occurrence(key)
+        self.order.come_to(key)
         value = self._enter(key, value)
         shown = self._shown = Shown(key, value, self._spans_of(blocks), self.slabs)
         for index, block in enumerate(blocks):
@@ -252,16 +227,16 @@ class Interleaver:
 
     def finish(self) -> list[Block]:
         """End the step: blocks that still wait for a location of this step are told; returns the step's blocks."""
-        self._position = _AFTER  # a block that goes on from here finds every location of this step passed
+        self.order.end()  # a block that goes on from here finds every location of this step passed
         step = [self.blocks[request_id] for request_id in self._rows]
-        missed = bool(self._waiting)
-        if missed:
+        waited = bool(self._waiting)
+        if waited:
             self._enter()
         while self._waiting:
             key, blocks = self._waiting.popitem()
             for block in blocks:
-                self._throw(block, self._missed(key, block))
-        if missed:
+                self._throw(block, missed(key, block))
+        if waited:
             self._leave(step)
         self._rows = {}
         self._spans = None  # blocks that are over are not to be held until there is another step
@@ -387,9 +362,9 @@ class Interleaver:
         shown, cursor = block.visit, block.cursor
         if shown is not None and shown.key == key and cursor == block.step:
             return shown.value
-        at = self._order.get(key)
-        if at is None or cursor != block.step or at[-1] <= self._position:
-            self._check(block, key)
+        at = self.order.at.get(key)
+        if at is None or cursor != block.step or at[-1] <= self.order.position:
+            self.order.check(block, key)
         return block.park(Waiting(key, cursor))
 
     def replace(self, key: Key, value: Any) -> None:
@@ -419,60 +394,9 @@ class Interleaver:
             return block.result
         return block.park(Waiting(None, 1 << 62, result=True))
 
-    def _check(self, block: Block, key: Key) -> None:
-        """Raise where it is already certain that the location will not be reached."""
-        if block.cursor < 0:
-            raise OutOfOrderError(f"{name_of(key)} has passed: after tracer.result the request is over")
-        if block.cursor < block.step:
-            raise OutOfOrderError(f"{name_of(key)} at step {block.cursor} has passed: the request is at {block.step}")
-        if not self._order:
-            return
-        at = self._order.get(key)
-        if at is None and is_operation(key[0]):
-            operation = split_operation(key[0])
-            assert operation is not None
-            at = self._order.get((operation[0], "out"))
-        if at is None:
-            raise NeverReachedError(
-                f"{name_of(key)} is never reached: the forward pass does not call this module "
-                "(vLLM uses its weights directly, or the model does not use it)"
-            )
-        if block.cursor == block.step and at[-1] <= self._position:
-            raise OutOfOrderError(
-                f"{name_of(key)} has passed: at step {block.step} the forward pass is already at "
-                f"{self._here()}; read locations in the order in which the model comes to them"
-            )
-
-    def _missed(self, key: Key, block: Block) -> NnsightAsyncError:
-        operation = split_operation(key[0])
-        why = "" if operation is None else ": the operation was not run, or had run before the block came to ask for it"
-        return NeverReachedError(f"{name_of(key)} was not reached at step {block.step}{why}")
-
-    def _here(self) -> str:
-        for key, at in self._order.items():
-            if self._position in at:
-                return name_of(key)
-        return "its end"
-
-    def _occurrence(self, key: Key) -> int:
-        """Where in the pass this visit of ``key`` is: the next of the places where its module is called.
-
-        An operation is somewhere between its module's input and output; it counts as being at the input.
-        """
-        operation = split_operation(key[0])
-        if operation is not None:
-            calls = zip(
-                self._order.get((operation[0], "in"), []), self._order.get((operation[0], "out"), []), strict=True
-            )
-            entered = next((begin for begin, end in calls if end > self._position), self._position)
-            return max(entered, self._position)
-        at = self._order.get(key, [])
-        return next((index for index in at if index > self._position), at[-1] if at else self._position)
-
     def open_cache(self, modules: Any, *, include_inputs: bool, device: str, dtype: torch.dtype | None) -> CacheMark:
         """Have the running block's request captured at every step: the outputs of modules, and their inputs."""
-        known = dict.fromkeys(path for path, side in self._order if side == "out")
-        spec = CacheSpec(chosen_paths(modules, known), include_inputs, dtype)
+        spec = CacheSpec(chosen_paths(modules, self.order.paths()), include_inputs, dtype)
         return open_cache(self.running, self.caching.known(spec), device)
 
     # What a step did.

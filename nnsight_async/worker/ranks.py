@@ -19,8 +19,8 @@ import torch.distributed
 
 from nnsight_async.errors import RanksDifferError
 from nnsight_async.worker.block import LOGITS, Block, Key
-from nnsight_async.worker.interleaver import name_of
 from nnsight_async.worker.layouts import Layouts
+from nnsight_async.worker.order import name_of
 from nnsight_async.worker.rows import tensors_of
 from nnsight_async.worker.shards import Plain, Sharded, assemble, scatter, settle
 

@@ -112,7 +112,7 @@ class Session:
         with recorder or nullcontext():
             record(modules, self._runner.dummy_forward, note)
         self._hooks.learn_order(order)
-        self.interleaver.learn_order(order)
+        self.interleaver.order.learn(order)
         if ranks is not None and recorder is not None:
             ranks.learn_layouts(recorder.layouts)
 
