@@ -416,7 +416,7 @@ def test_tiers_a_look_that_was_not_expected(gpu: VLLM, engine: str) -> None:
                     for step in tracer.iter[:steps]:
                         if number == 1:
                             model.model.layers[5].output[0][:] *= 1.5
-                            model.model.layers[7].mlp.down_proj.output[:] += 0.5
+                            model.model.layers[7].mlp.output[:] += 0.5
                         if number == 0:
                             seen.append(model.model.layers[6].output[0])
                             if step >= late:
@@ -454,7 +454,7 @@ def test_tiers_a_cache_alone_is_copied_in_the_graph(gpu: VLLM, engine: str) -> N
     first, second = cached(), cached()
     ran = _since(model, before)
     if engine == "V2":
-        graphs = [one for one in model.tier_stats().graphs if "model.layers.3.mlp.input" in one.copied]
+        graphs = [one for one in model.tier_stats().graphs if "model.layers.3.mlp.output" in one.copied]
         assert [one.locations for one in graphs] == [()]
         assert ran["tapped"] >= 12
     for number, (mine, own) in enumerate(zip(first, second, strict=True)):

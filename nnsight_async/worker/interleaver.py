@@ -21,7 +21,7 @@ from nnsight_async.worker.caching import CacheSpec, Caching, chosen_paths, open_
 from nnsight_async.worker.copies import Copies
 from nnsight_async.worker.journal import Journal
 from nnsight_async.worker.keep import Shown
-from nnsight_async.worker.order import Order, name_of
+from nnsight_async.worker.order import Order, missed, name_of
 from nnsight_async.worker.rows import Rows, Spans, assign, tensors_of
 from nnsight_async.worker.slabs import Slabs
 from nnsight_async.worker.taps import COPIED, Places, Tap, Taps
