@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from vllm.inputs import TextPrompt, TokensPrompt
 
 from nnsight_async import VLLM
 from nnsight_async.errors import ArgumentError, BlockError, PromptError, UnsupportedError
+from nnsight_async.worker.draws import DrawCheck
 
 PROMPT = "The capital of France is"
 STEPS = 5
@@ -416,3 +419,22 @@ def test_one_failed_invoke_of_several_keeps_the_others_values(model: VLLM) -> No
     assert kept == [0, 1, 2]
     assert value == [-10, 10]
     assert tracer.saves["value"] == [-10, 10]
+
+
+def test_a_wrong_id_is_put_back_at_once_and_its_block_told_of_it_later() -> None:
+    """As on a GPU, where the forward pass goes on before the host knows what was written."""
+    failed: dict[str, BaseException] = {}
+
+    def block(name: str) -> Any:
+        return SimpleNamespace(
+            request_id=name, fail=partial(failed.__setitem__, name), pickled_failure=lambda: name.encode()
+        )
+
+    drawn = torch.tensor([[3], [4], [5], [6]], dtype=torch.int32)
+    samples = torch.tensor([[10], [-1], [9], [6]], dtype=torch.int32)
+    check = DrawCheck(samples, drawn, {0: block("a"), 1: block("b"), 2: block("c")}, 10)
+    assert samples.flatten().tolist() == [3, 4, 9, 6]
+    assert failed == {}
+    assert check.failures() == {"a": b"a", "b": b"b"}
+    assert str(failed["a"]) == "token id 10 is outside the vocabulary of 10 tokens"
+    assert str(failed["b"]) == "token id -1 is outside the vocabulary of 10 tokens"

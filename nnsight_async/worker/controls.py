@@ -62,11 +62,12 @@ class Controls:
         if self._forced:
             row.fill_(self._forced.popleft())
 
-    def check_samples(self, row: torch.Tensor) -> None:
-        """Raise if the id in ``row`` is outside the vocabulary."""
-        self._check([int(row)])
-
     def _check(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
             if not 0 <= token_id < self._vocabulary:
-                raise ArgumentError(f"token id {token_id} is outside the vocabulary of {self._vocabulary} tokens")
+                raise ArgumentError(outside_vocabulary(token_id, self._vocabulary))
+
+
+def outside_vocabulary(token_id: int, vocabulary: int) -> str:
+    """What whoever names a token that there is not is told."""
+    return f"token id {token_id} is outside the vocabulary of {vocabulary} tokens"

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_async.errors import ArgumentError, OutOfOrderError, OutsideBlockError
+from nnsight_async.errors import OutOfOrderError, OutsideBlockError
 from nnsight_async.protocol import BlockState, Entry
 from nnsight_async.saving import CacheMark
 from nnsight_async.tree import is_operation
 from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver, Waiting
 from nnsight_async.worker.caching import CacheSpec, Caching, chosen_paths, open_cache
 from nnsight_async.worker.copies import Copies
+from nnsight_async.worker.draws import DrawCheck
 from nnsight_async.worker.journal import Journal
 from nnsight_async.worker.keep import Shown
 from nnsight_async.worker.order import Order, missed, name_of
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
 class Interleaver:
     """The blocks of one worker, and who of them waits for what. ``ranks`` is None where the worker is the only one."""
 
-    def __init__(self, need_hook: Callable[[Key], None], ranks: Ranks | None = None) -> None:
+    def __init__(self, need_hook: Callable[[Key], None], ranks: Ranks | None = None, vocabulary: int = 1 << 31) -> None:
         self.blocks: dict[str, Block] = {}
         self._need_hook = need_hook
         self._ranks = ranks
+        self._vocabulary = vocabulary
+        self.draws: DrawCheck | None = None  # of the step in progress
         self._waiting: dict[Key, list[Block]] = {}
         self._running: Block | None = None
         self._rows: dict[str, Rows] = {}
@@ -62,6 +65,7 @@ class Interleaver:
         self._in_forward = True
         self.order.begin()
         self._noting = self._again = False
+        self.draws = None
         self._waiting.clear()
         self._spans = None
         step = []
@@ -195,7 +199,8 @@ class Interleaver:
     def visit_samples(self, samples: torch.Tensor) -> None:
         """Force the samples ``[requests, 1]`` as messages say, then show each request its own.
 
-        A block that leaves an id outside the vocabulary fails, and the id is put back: the model cannot embed it.
+        A block that leaves an id outside the vocabulary fails, and the id is put back; with one rank that is left to
+        ``draws``, which somebody else asks when it is there.
         """
         for block, row in self._controlled(samples):
             block.controls.on_samples(row)
@@ -208,15 +213,11 @@ class Interleaver:
         self.visit(SAMPLES, samples)
         if self._ranks is not None:
             self._ranks.share(samples)
-        for block in blocks:
-            index = self._rows[block.request_id].index
-            row, before = samples[index : index + 1], drawn[index : index + 1]
-            if not torch.equal(row, before):
-                try:
-                    block.controls.check_samples(row)
-                except ArgumentError as error:
-                    row.copy_(before)
-                    block.fail(error)
+        places = {self._rows[block.request_id].index: block for block in blocks}
+        self.draws = DrawCheck(samples, drawn, places, self._vocabulary)
+        if self._ranks is not None:
+            self.draws.failures()  # every rank has to know, and only one of them posts
+            self.draws = None
 
     def _controlled(self, rows: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
         """The step's blocks that messages act on, each with its row of the logits or samples."""

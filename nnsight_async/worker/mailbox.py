@@ -14,11 +14,12 @@ import zmq
 
 from nnsight_async import wire
 from nnsight_async.errors import CaptureError
-from nnsight_async.protocol import CachedRows, Captured, Entry, Post, SegmentOpened
+from nnsight_async.protocol import BlockState, CachedRows, Captured, Entry, Post, SegmentOpened
 from nnsight_async.segments import PAGE
 from nnsight_async.worker.arena import Arena, Segment
 from nnsight_async.worker.block import Block
 from nnsight_async.worker.caching import Group
+from nnsight_async.worker.draws import DrawCheck
 from nnsight_async.worker.interleaver import Interleaver
 from nnsight_async.worker.staging import CudaStaging, HostStaging, Piece, Staging
 
@@ -83,17 +84,27 @@ class Mailbox:
         self._socket.connect(address)
         self._staging.copy([], partial(self._send, []))  # tells the client that the way is open
 
-    def post(self, blocks: Sequence[Block], groups: Sequence[Group] = (), *, final: bool = False) -> None:
-        """Send what the blocks saved or changed since their last post, and what was captured for their caches."""
+    def post(
+        self,
+        blocks: Sequence[Block],
+        groups: Sequence[Group] = (),
+        draws: DrawCheck | None = None,
+        *,
+        final: bool = False,
+    ) -> None:
+        """Send what the blocks saved or changed since their last post, and what was captured for their caches.
+
+        Those that fail because of what they have left as sampled ids are told with it.
+        """
         self.arena.reclaim()
         parcels = [self._parcel(block, final) for block in blocks]
         parcels += [_captured(group) for group in groups]
         try:
-            self._copy(parcels)
+            self._copy(parcels, draws)
         except Exception as error:  # one tensor that cannot be copied: whose it is is not known here
             for block in blocks:
                 _fail(block, error)
-            self._copy([self._parcel(block, final) for block in blocks])
+            self._copy([self._parcel(block, final) for block in blocks], draws)
 
     def close(self) -> None:
         """Send what is under way, and close the socket and the memory."""
@@ -114,7 +125,7 @@ class Mailbox:
         parcel.entry = self._interleaver.entry(block, changes, final=final)
         return parcel
 
-    def _copy(self, parcels: Sequence[_Parcel]) -> None:
+    def _copy(self, parcels: Sequence[_Parcel], draws: DrawCheck | None) -> None:
         # Those that will ride in the message have one place together: one copy brings all of them.
         together = 0
         for parcel in parcels:
@@ -139,7 +150,7 @@ class Mailbox:
             for segment in self.arena.opened()
         ]
         try:
-            self._staging.copy(pieces, partial(self._send, parcels, shared, together, self._opened))
+            self._staging.copy(pieces, partial(self._send, parcels, shared, together, self._opened, draws))
         except Exception:
             for segment, page in places:
                 segment.release(page)
@@ -154,8 +165,10 @@ class Mailbox:
         shared: tuple[Segment, int] | None = None,
         together: int = 0,
         opened: Sequence[SegmentOpened] = (),
+        draws: DrawCheck | None = None,
     ) -> None:
         """Send a post whose tensors have been copied; on the staging's thread."""
+        failures = draws.failures() if draws is not None else {}
         inline = b""
         if shared is not None:
             segment, page = shared
@@ -169,6 +182,8 @@ class Mailbox:
                 post.captured.append(entry)
             else:
                 assert entry is not None
+                if entry.request in failures:
+                    entry.state, entry.error = BlockState.FAILED, failures[entry.request]
                 post.entries.append(entry)
             if parcel.place is None:
                 continue

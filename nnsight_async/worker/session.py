@@ -68,7 +68,7 @@ class Session:
         self._diverted: Callable[[Key, Any], None] | None = None
         modules: dict[str, nn.Module] = dict(runner.model.named_modules(remove_duplicate=False))
         self._hooks = Hooks(modules, self._seen, lambda: self.interleaver.busy)
-        self.interleaver = Interleaver(self._hooks.add, ranks)
+        self.interleaver = Interleaver(self._hooks.add, ranks, model_config.get_vocab_size())
         outputs = Outputs(modules)
         self._skips = Skips(self.interleaver, outputs)
         self._root = ModuleRef(runner.model)
@@ -148,7 +148,7 @@ class Session:
         if not blocks:
             return output
         if self.mailbox is not None:
-            self.mailbox.post(blocks, self.interleaver.caching.groups)
+            self.mailbox.post(blocks, self.interleaver.caching.groups, self.interleaver.draws)
         stops = {block.request_id: reason for block in blocks if (reason := _stop_reason(block)) is not None}
         if stops:
             self._runner.mark_stops(output, stops)
