@@ -190,7 +190,7 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--workloads", type=_names(list(WORKLOADS)), help="names with commas between them (default: all)")
-    add("--requests", type=_numbers, help="requests in flight, in this order (default 1,8,32 and, on a GPU, 128)")
+    add("--requests", type=_numbers, help="requests in flight, in this order (default 1,8,32,128; without a GPU 1,32)")
     add("--rounds", type=int, default=3, help="rounds of each workload (default 3)")
     add("--prompt-tokens", type=int, help="tokens of each prompt (default 512 on a GPU, 16 without)")
     add("--new-tokens", type=int, help="new tokens of each request (default 128 on a GPU, 8 without)")
@@ -214,7 +214,7 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
     if arguments.gpu and not (arguments.model or os.environ.get("NNSIGHT_ASYNC_GPU_MODEL")):
         parser.error("name a model: --model, or NNSIGHT_ASYNC_GPU_MODEL in the environment")
     defaults: dict[str, tuple[Any, Any]] = {
-        "requests": ([1, 8, 32, 128], [1, 8, 32]),
+        "requests": ([1, 8, 32, 128], [1, 32]),
         "prompt_tokens": (512, 16),
         "new_tokens": (128, 8),
         "sweep_prompts": (1024, 256),

@@ -226,7 +226,17 @@ class _Count(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-_LAUNCH_NOTHING = {"set_", "empty", "empty_strided", "empty_like", "new_empty", "detach", "_unsafe_view", "split"}
+_LAUNCH_NOTHING = {
+    "set_",
+    "_has_compatible_shallow_copy_type",  # what assigning to ``data`` asks
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "detach",
+    "_unsafe_view",
+    "split",
+}
 
 
 def _step(worker: Worker, client: ClientMailbox, times: list[tuple[float, float, float]] | None = None) -> None:
