@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -13,12 +13,13 @@ from nnsight_async.worker.runners.compiled import CompiledCode
 from nnsight_async.worker.runners.layers import NoKeyValues
 
 
-class RunnerBase(ABC):
+class RunnerBase:
     """An adapter's common part. ``runner`` is vLLM's own."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self.code = CompiledCode(runner.get_model())
+        self.forced = False  # whether forward passes are run eagerly, whoever looks
         #: The scheduler's output of the step in progress; None outside one, as in the runner's own dummy runs.
         self.scheduled: Any = None
 
@@ -34,9 +35,14 @@ class RunnerBase(ABC):
             _, hidden = self._runner._dummy_run(1, skip_eplb=True)
             self._runner.get_model().compute_logits(hidden[:1])
 
-    @abstractmethod
-    def eager(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def eager(self) -> Iterator[None]:
         """Forward passes in this context are run by Python, as the model is written."""
+        self.forced = True
+        try:
+            yield
+        finally:
+            self.forced = False
 
     def call_context(self) -> AbstractContextManager[None]:
         """What vLLM's layers look for around them, without a KV cache."""

@@ -9,8 +9,7 @@ and any other step eagerly.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -36,9 +35,9 @@ _SPARE: Final = 1 << 30
 
 
 class Tiers:
-    """The choice between the tiers, for one runner."""
+    """The choice between the tiers, for one runner. While ``forced()`` says so, everything is run eagerly."""
 
-    def __init__(self, runner: Any, code: CompiledCode) -> None:
+    def __init__(self, runner: Any, code: CompiledCode, forced: Callable[[], bool]) -> None:
         self._runner = runner
         self._code = code
         self._manager = runner.cudagraph_manager
@@ -49,7 +48,7 @@ class Tiers:
         self._sizes: dict[BatchExecutionDescriptor, list[BatchExecutionDescriptor]] = {}
         self._chosen: TappedGraph | None = None
         self._replaying = False
-        self._forced = False
+        self._forced = forced
         self._step: tuple[Any, Any, Any] | None = None  # what a second pass of the step needs
         self._counts = TierCounts()
         #: Whether the step in progress has blocks in it.
@@ -87,15 +86,6 @@ class Tiers:
             and not runner.use_aux_hidden_state_outputs
         )
 
-    @contextmanager
-    def eager(self) -> Iterator[None]:
-        """Run forward passes eagerly, as the model is written."""
-        self._forced = True
-        try:
-            yield
-        finally:
-            self._forced = False
-
     def counts(self) -> TierCounts:
         """How the steps so far were run, and which graphs there are."""
         graphs: dict[Taps, list[int]] = {}
@@ -117,7 +107,7 @@ class Tiers:
             num_active_loras=own.num_active_loras,
             num_ubatches=own.num_ubatches,
         )
-        if self._forced:
+        if self._forced():
             self._code.use(False)
             return eager
         wanted: Taps | None = frozenset()

@@ -10,8 +10,7 @@ There are no tapped graphs here: a step at whose locations somebody looks is run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ class V1Runner(RunnerBase):
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         self._counts = TierCounts()
-        self._forced = False
         self._determine = runner._determine_batch_execution_and_padding
         runner._determine_batch_execution_and_padding = self._choose
         self._events: StepEvents | None = None
@@ -65,15 +63,6 @@ class V1Runner(RunnerBase):
         runner._sample = traced_sample
         runner.sampler.sample = traced_draw
 
-    @contextmanager
-    def eager(self) -> Iterator[None]:
-        """Forward passes in this context are run by Python, as the model is written."""
-        self._forced = True
-        try:
-            yield
-        finally:
-            self._forced = False
-
     def tier_counts(self) -> TierCounts:
         """How the steps so far were run."""
         return self._counts
@@ -83,7 +72,7 @@ class V1Runner(RunnerBase):
         setattr(getattr(output, "_model_runner_output", output), STOPS_ATTRIBUTE, stops)
 
     def _choose(self, *args: Any, **kwargs: Any) -> Any:
-        eager = self._forced
+        eager = self.forced
         if self.scheduled is not None:
             assert self._events is not None
             self._events.before_forward(*self._layout())
@@ -93,7 +82,7 @@ class V1Runner(RunnerBase):
         if eager:
             kwargs["force_eager"] = True
         chosen = self._determine(*args, **kwargs)
-        if not self._forced:
+        if not self.forced:
             self._count(eager, chosen[0])
         return chosen
 

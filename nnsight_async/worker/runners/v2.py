@@ -8,8 +8,7 @@ sampler gathers the logprobs after it. All are replaced on their instances.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -29,7 +28,7 @@ class V2Runner(RunnerBase):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        self._tiers = Tiers(runner, self.code)
+        self._tiers = Tiers(runner, self.code, lambda: self.forced)
 
     def attach(self, events: StepEvents, taps: Sequence[Taps] = ()) -> None:
         """Have ``events`` called at each step from now on; graphs for ``taps`` are captured before this returns."""
@@ -61,12 +60,6 @@ class V2Runner(RunnerBase):
         runner.sample = traced_sample
         runner.sampler.sample = traced_draw
         self._tiers.attach(events, taps)
-
-    @contextmanager
-    def eager(self) -> Iterator[None]:
-        """Forward passes in this context are run by Python, as the model is written."""
-        with self._tiers.eager():
-            yield
 
     def tier_counts(self) -> TierCounts:
         """How the steps so far were run."""
