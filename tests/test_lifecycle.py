@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ENGINE, Engines
 
 from nnsight_async import VLLM
@@ -140,10 +141,16 @@ def test_a_model_that_is_closed_or_collected_frees_its_engine() -> None:
             with model.trace("One two", temperature=0.0, max_tokens=400, ignore_eos=True) as tracer:
                 steps = list().save()
                 for step in tracer.all():
+                    if step == 0:
+                        large = torch.arange(100_000).save()  # in shared memory
+                        logits = model.logits.save()
                     steps.append(step)
             async for output in tracer.backend:
                 if output.step == 2:
                     break
+            kept, copied = (output.saves["large"], output.saves["logits"]), output.saves["logits"].clone()
+        assert torch.equal(kept[0], torch.arange(100_000))  # what came home outlives the engine
+        assert torch.equal(kept[1], copied)
         with pytest.raises(ClosedError):  # the request was running when the model was closed
             while True:
                 await anext(tracer.backend)

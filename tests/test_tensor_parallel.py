@@ -76,7 +76,7 @@ def _locations() -> list[tuple[str, str]]:
     """All locations, in the order in which the forward pass comes to them; called in a block."""
     from nnsight_async.tree import _Installed
 
-    order: dict[tuple[str, str], list[int]] = _Installed.reader._interleaver._order  # type: ignore[union-attr]
+    order: dict[tuple[str, str], list[int]] = _Installed.reader._interleaver.order.at  # type: ignore[union-attr]
     return sorted(order, key=lambda key: order[key][0])
 
 
