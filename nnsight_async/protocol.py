@@ -45,8 +45,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 class TierCounts(msgspec.Struct):
     """How a worker's steps were run; see :class:`nnsight_async.client.connection.TierStats`.
 
-    ``graphs`` are the tapped graphs: what they are tapped for (:mod:`nnsight_async.worker.taps`), and the numbers of
-    tokens that there is one for.
+    ``graphs`` are the tapped graphs: what they are tapped for (:mod:`nnsight_async.worker.taps`), the numbers of tokens
+    that there is one for, and whether it is for steps with prompts in them.
     """
 
     whole: int = 0
@@ -57,7 +57,7 @@ class TierCounts(msgspec.Struct):
     captured: int = 0
     capture_seconds: float = 0.0
     refused: int = 0
-    graphs: list[tuple[list[tuple[str, ...]], list[int]]] = []
+    graphs: list[tuple[list[tuple[str, ...]], list[int], bool]] = []
 
 
 class Traced(msgspec.Struct, frozen=True):

@@ -25,12 +25,15 @@ STEPS = 6
 NOISE = 0.02
 
 
-#: The engines: vLLM's runners with graphs, and one without.
-ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "eager": ("1", {"graphs": "off"}),
-    "V2": ("1", {"taps": ["model.layers.33.output"]}),
-    "V1": ("0", {}),
+#: The engines: vLLM's runners with graphs, and one without. Each: whether it is the V2 runner, whether steps with
+#: prompts in them get graphs, and arguments.
+ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "eager": ("1", "0", {"graphs": "off"}),
+    "V2": ("1", "0", {"taps": ["model.layers.33.output"]}),
+    "prompts": ("1", "1", {"taps": ["model.layers.33.output"]}),
+    "V1": ("0", "0", {}),
 }
+TAPPED = ("V2", "prompts")
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))
@@ -39,10 +42,11 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[VLLM]:
     path = os.environ.get("NNSIGHT_ASYNC_GPU_MODEL")
     if path is None:
         pytest.skip("NNSIGHT_ASYNC_GPU_MODEL names no model")
-    runner, settings = ENGINES[request.param]
+    runner, prompts, settings = ENGINES[request.param]
     arguments: dict[str, Any] = {"load_format": "dummy", "max_model_len": 2048, "gpu_memory_utilization": 0.6}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+        patch.setenv("NNSIGHT_ASYNC_PROMPT_GRAPHS", prompts)
         model = VLLM(path, dispatch=True, **settings, **arguments)
     with model:
         yield model
@@ -364,7 +368,7 @@ def test_tiers_every_way_gives_the_same(gpu: VLLM, engine: str) -> None:
             assert torch.equal(mine, own)
         assert first[1] == second[1] == _greedy(model, steps)
         _same_on_all(engine, name, *second)
-        if engine == "V2":
+        if engine in TAPPED:
             assert ran["tapped"] == 2 * steps - 4 + 1  # all but two prompts and the first step
             assert ran["eager"] == 3
         else:
@@ -396,8 +400,8 @@ def test_tiers_graphs_captured_at_the_start(gpu: VLLM, engine: str) -> None:
         for _ in tracer.iter[:STEPS]:
             model.model.layers[33].output[0][:] += 1.0
     ran = _since(model, before)
-    if engine == "V2":
-        (graphs,) = [one for one in before.graphs if one.locations == ("model.layers.33.output",)]
+    if engine in TAPPED:
+        (graphs,) = [one for one in before.graphs if one.locations == ("model.layers.33.output",) and not one.prompts]
         assert {1, 8, 128} <= set(graphs.tokens)
         assert (ran["tapped"], ran["eager"]) == (STEPS - 1, 1)
     else:
@@ -436,7 +440,7 @@ def test_tiers_a_look_that_was_not_expected(gpu: VLLM, engine: str) -> None:
         assert _close(mine, own)
     assert tokens == tokens_again
     _same_on_all(engine, "late", values, tokens, NOISE)
-    assert ran["again"] == (engine == "V2")
+    assert ran["again"] == (engine in TAPPED)
     assert len({tuple(one) for one in tokens}) == 3
 
 
@@ -453,7 +457,7 @@ def test_tiers_a_cache_alone_is_copied_in_the_graph(gpu: VLLM, engine: str) -> N
     before = model.tier_stats()
     first, second = cached(), cached()
     ran = _since(model, before)
-    if engine == "V2":
+    if engine in TAPPED:
         graphs = [one for one in model.tier_stats().graphs if "model.layers.3.mlp.output" in one.copied]
         assert [one.locations for one in graphs] == [()]
         assert ran["tapped"] >= 12
@@ -465,6 +469,66 @@ def test_tiers_a_cache_alone_is_copied_in_the_graph(gpu: VLLM, engine: str) -> N
                 assert _close(one.inputs[0], other.inputs[0]), (number, path, step)
     values = [part for rows in second[2]["model.layers.17"].output for part in rows]
     _same_on_all(engine, "cache", values, [], NOISE)
+
+
+def test_tiers_prompts_in_graphs(gpu: VLLM, engine: str) -> None:
+    """Prompts of several lengths, alone, together and beside requests that decode; some steer, some look elsewhere."""
+    model, lengths = gpu, (3, 20, 70, 200, 600)
+
+    def run() -> tuple[list[torch.Tensor], list[list[int]]]:
+        with model.trace(temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+            for number, length in enumerate(lengths):
+                with tracer.invoke([1000 + 7 * number + place % 50 for place in range(length)]):
+                    rows, cache = list().save(), tracer.cache(modules=["model.layers.30.mlp"])
+                    for _ in tracer.iter[:4]:
+                        rows.append(model.model.layers[2].self_attn.o_proj.input)
+                        if number % 2:
+                            model.model.layers[8].output[0][:] *= 1.25
+                        rows.append(model.model.layers[21 + number].output[0])
+                        assert model.logits.argmax(-1).item() == model.samples.item()
+                    result = tracer.result.save()
+        values = [tensor for one in rows for tensor in one]
+        for one in cache:
+            values += [step.output for step in one["model.layers.30.mlp"]]
+        return values, [list(output.outputs[0].token_ids) for output in result]
+
+    runs = [run() for _ in range(4)]
+    before = model.tier_stats()
+    runs.append(run())
+    after = model.tier_stats()
+    for values, tokens in runs[1:]:
+        assert tokens == runs[0][1]
+        for mine, own in zip(values, runs[0][0], strict=True):
+            assert mine.shape == own.shape
+            assert _close(mine, own)
+    _same_on_all(engine, "prompts", *runs[-1], NOISE)
+    if engine == "prompts":
+        assert any(one.prompts for one in after.graphs)
+        assert after.tapped - before.tapped > 3  # the steps of single tokens are three
+        assert after.refused == 0
+
+
+def test_tiers_a_prompt_that_is_looked_at_elsewhere(gpu: VLLM, engine: str) -> None:
+    """A block that goes another way with every third prompt: then the pass is run again, with its edits in place."""
+    model = gpu
+
+    def run(number: int) -> Any:
+        with model.trace([*PROMPT, 900 + number], temperature=0.0, max_tokens=1):
+            first = model.model.layers[3].output[0]
+            first[:] += 1.0
+            kept = first.clone().save()
+            if number % 3 == 2:
+                late = model.model.layers[9].output[0].save()
+            last = model.model.layers[12].output[0].save()
+        return [kept, late, last] if number % 3 == 2 else [kept, last]
+
+    before = model.tier_stats()
+    found = [run(number) for number in range(6)]
+    ran = _since(model, before)
+    _same_on_all(engine, "elsewhere", [value for values in found for value in values], [], NOISE)
+    if engine == "prompts":
+        assert ran["again"] == 1
+        assert ran["tapped"] >= 2
 
 
 def _close(one: Any, other: Any) -> bool:

@@ -82,13 +82,19 @@ def test_the_least_recently_used_graphs_go_and_what_cannot_be_captured_is_not_tr
     assert not shelf.drop_oldest()
 
 
-def test_decode_steps_are_expected_where_decode_steps_were_before() -> None:
+def test_steps_are_expected_where_such_steps_were_before() -> None:
     places = Places()
-    assert places.expected() == frozenset()
+    assert places.expected() == set()
+    assert places.expected(prompt=True) is None
     places.prefill.add(("layers.1", "out"))
     assert places.expected() == ONE
+    assert places.expected(prompt=True) is None
+    places.prefilled = True
     places.decode.add(("layers.2", "out"))
-    assert places.expected() == frozenset({("layers.2", "out")})
+    assert places.expected() == {("layers.2", "out")}
+    assert places.expected(prompt=True) == ONE
+    places.irregular = True
+    assert places.expected() is places.expected(prompt=True) is None
 
 
 def test_the_journal_puts_back_the_rows_of_those_that_write() -> None:

@@ -22,11 +22,13 @@ class TappedGraphs:
         locations: where they break (``model.layers.10.output``).
         copied: where they leave a copy for ``tracer.cache`` instead.
         tokens: the numbers of tokens a step that there is one for.
+        prompts: whether they are for steps with prompts in them, not for steps of one token a request.
     """
 
     locations: tuple[str, ...]
     copied: tuple[str, ...]
     tokens: tuple[int, ...]
+    prompts: bool
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ def tier_stats(counts: TierCounts) -> TierStats:
             tuple(describe(path, side) for path, side, *rest in taps if not rest),  # type: ignore[arg-type]
             tuple(describe(path, side) for path, side, *rest in taps if rest),  # type: ignore[arg-type]
             tuple(tokens),
+            prompts,
         )
-        for taps, tokens in counts.graphs
+        for taps, tokens, prompts in counts.graphs
     )
     return TierStats(
         counts.whole,

@@ -95,15 +95,16 @@ class Interleaver:
         None where it has to be run in a way that shows any location at any time.
         """
         looked: set[Key] = set()
-        programs: set[Places] = set()
+        programs: set[tuple[Places, bool]] = set()
         for key, blocks in self._waiting.items():
             if self.order.in_pass(key):
                 looked.add(key)
-                programs.update([block.places for block in blocks])
-        for places in programs:
-            if places.irregular:
+                programs.update([(block.places, block.noted is block.places.prefill) for block in blocks])
+        for places, prompt in programs:
+            expected = places.expected(prompt=prompt)
+            if expected is None:
                 return None
-            looked |= places.expected()
+            looked |= expected
         if any(is_operation(path) for path, _ in looked):
             return None
         taps: set[Tap] = {key for key in looked if self.order.in_pass(key)}
@@ -230,6 +231,9 @@ class Interleaver:
         """End the step: blocks that still wait for a location of this step are told; returns the step's blocks."""
         self.order.end()  # a block that goes on from here finds every location of this step passed
         step = [self.blocks[request_id] for request_id in self._rows]
+        for block in step:
+            if block.noted is block.places.prefill:
+                block.places.prefilled = True
         waited = bool(self._waiting)
         if waited:
             self._enter()

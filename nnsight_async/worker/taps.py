@@ -1,8 +1,8 @@
 """Which locations a step's blocks are going to wait for, and which graphs are worth having for that.
 
-What a program reads cannot be told from its text in general, and need not be: it is noted while the program runs. A
-decode step's locations are expected to be those that the programs in it have come to in decode steps before. Where that
-was wrong, the pass is run once more (see :mod:`nnsight_async.worker.journal`).
+What a program reads cannot be told from its text in general, and need not be: it is noted while the program runs. The
+locations of a request's step are expected to be those that its program has come to in such steps before, of prompts or
+of single tokens. Where that was wrong, the pass is run once more (see :mod:`nnsight_async.worker.journal`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,24 @@ Graph = TypeVar("Graph")
 class Places:
     """The locations that one program has come to, apart for the steps of prompts and those of single tokens.
 
-    ``irregular`` is set by what no graph can serve (a module that is skipped, an operation inside one).
+    ``irregular`` is set by what no graph can serve (a module that is skipped, an operation inside one), and
+    ``prefilled`` once the program has been through a prompt.
     """
 
     def __init__(self) -> None:
         self.prefill: set[Key] = set()
         self.decode: set[Key] = set()
         self.irregular = False
-        self._frozen: tuple[int, int, frozenset[Key]] = (0, 0, frozenset())
+        self.prefilled = False
 
-    def expected(self) -> frozenset[Key]:
-        """Where a decode step is expected to be looked at; before the first one, where the prompt's was."""
-        sizes = len(self.prefill), len(self.decode)
-        if sizes != self._frozen[:2]:
-            self._frozen = (*sizes, frozenset(self.decode or self.prefill))
-        return self._frozen[2]
+    def expected(self, *, prompt: bool = False) -> set[Key] | None:
+        """Where a step is expected to be looked at; None where nothing is known.
+
+        Before the first decode step that is where the prompt's was; of the first prompt nothing is known.
+        """
+        if prompt:
+            return self.prefill if self.prefilled and not self.irregular else None
+        return None if self.irregular else self.decode or self.prefill
 
 
 #: How often a set of locations is asked for, at one size, before a graph is captured for it ...

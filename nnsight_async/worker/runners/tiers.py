@@ -1,14 +1,16 @@
 """How the V2 runner runs each step: in vLLM's whole graph, in a tapped graph, or eagerly.
 
 The choice is made where vLLM makes its own, in ``CudaGraphManager.dispatch``, when the step's blocks have run up to
-their first locations. Where none of them waits for a location of the forward pass, it stays vLLM's. Else a decode step
-is run in a graph that breaks at what its blocks look at, if there is one or it is time for one (``taps.py`` says when),
-and any other step eagerly.
+their first locations. Where none of them waits for a location of the forward pass, it stays vLLM's. Else the step is
+run in a graph that breaks at what its blocks look at, if there is one or it is time for one (``taps.py`` says when),
+and eagerly if not.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -17,13 +19,14 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.offloader.base import get_offloader
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from nnsight_async.protocol import TierCounts
 from nnsight_async.worker.runners import StepEvents
 from nnsight_async.worker.runners.compiled import CompiledCode
-from nnsight_async.worker.runners.tapped import Capturer, TappedGraph
+from nnsight_async.worker.runners.tapped import Capturer, TappedGraph, addresses
 from nnsight_async.worker.taps import Shelf, Taps
 
 logger = init_logger(__name__)
@@ -32,6 +35,10 @@ logger = init_logger(__name__)
 _MOST_GRAPHS: Final = 256
 #: Bytes of the device's memory that are left alone: with less, a new graph takes an old one's place.
 _SPARE: Final = 1 << 30
+#: Whether steps with prompts in them get graphs too. Not yet run on a GPU, and so not without being asked for.
+_PROMPTS: Final = os.environ.get("NNSIGHT_ASYNC_PROMPT_GRAPHS", "0") == "1"
+#: For how many tokens: with more, the device takes longer than Python does to launch its work.
+_PROMPT_SIZES: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 class Tiers:
@@ -42,10 +49,12 @@ class Tiers:
         self._code = code
         self._manager = runner.cudagraph_manager
         self._dispatch, self._run = self._manager.dispatch, self._manager.run_fullgraph
+        self._run_pieces = self._manager.run_pw_graph
         self._events: StepEvents | None = None
         self._capturer: Capturer | None = None
         self._shelf: Shelf[BatchExecutionDescriptor, TappedGraph] = Shelf(self._capture, _MOST_GRAPHS)
         self._sizes: dict[BatchExecutionDescriptor, list[BatchExecutionDescriptor]] = {}
+        self._prompt_sizes: list[BatchExecutionDescriptor] = []
         self._chosen: TappedGraph | None = None
         self._replaying = False
         self._forced = forced
@@ -72,8 +81,16 @@ class Tiers:
         runner.model_state.prepare_attn = keeping_prepare
         self._code.use(True)  # vLLM looks whether there is compiled code
         self._capturer = Capturer(runner, self._visit)
+        if _PROMPTS and not manager.use_breakable_cg:
+            manager.run_pw_graph = self._run_prompts
+            most = runner.max_num_tokens
+            self._prompt_sizes = [
+                BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, tokens, None)
+                for tokens in _PROMPT_SIZES
+                if tokens <= most
+            ]
         for keys in taps:
-            for size in list(manager.graphs):
+            for size in [*manager.graphs, *self._prompt_sizes]:
                 if self._shelf.add(keys, size) is None:
                     break
 
@@ -88,10 +105,10 @@ class Tiers:
 
     def counts(self) -> TierCounts:
         """How the steps so far were run, and which graphs there are."""
-        graphs: dict[Taps, list[int]] = {}
+        graphs: dict[tuple[Taps, bool], list[int]] = {}
         for keys, size in self._shelf:
-            graphs.setdefault(keys, []).append(size.num_tokens)
-        self._counts.graphs = [(sorted(keys), sorted(sizes)) for keys, sizes in graphs.items()]
+            graphs.setdefault((keys, size.cg_mode is not CUDAGraphMode.FULL), []).append(size.num_tokens)
+        self._counts.graphs = [(sorted(keys), sorted(sizes), prompts) for (keys, prompts), sizes in graphs.items()]
         return self._counts
 
     # Where vLLM chooses a graph.
@@ -124,14 +141,23 @@ class Tiers:
                 self._counts.eager += 1
             return own
         self._code.use(False)
-        if wanted is not None and own.cg_mode is CUDAGraphMode.FULL and self._capturer is not None:
-            found = self._shelf.pick(wanted, self._sizes_from(own))
+        if wanted is not None and self._capturer is not None:
+            found = self._pick(wanted, own, num_tokens)
             if found is not None:
                 size, self._chosen = found
                 self._counts.tapped += 1
                 return size
         self._counts.eager += 1
         return eager
+
+    def _pick(self, wanted: Taps, own: BatchExecutionDescriptor, tokens: int) -> Any:
+        """A graph for a step of ``tokens`` tokens, for which vLLM would take ``own``; None where there is none."""
+        if own.cg_mode is CUDAGraphMode.FULL:
+            return self._shelf.pick(wanted, self._sizes_from(own))
+        first = bisect_left(self._prompt_sizes, tokens, key=lambda size: size.num_tokens)
+        sizes = [size for size in self._prompt_sizes[first:] if size.num_tokens <= 2 * tokens + 16]
+        # Copies of all the tokens of prompts would be large; such a graph breaks where a cache looks as well.
+        return self._shelf.pick(frozenset([tap[:2] for tap in wanted]), sizes) if sizes else None
 
     def _sizes_from(self, own: BatchExecutionDescriptor) -> list[BatchExecutionDescriptor]:
         """The size that vLLM would take, and then the larger ones that would do, up to twice as large."""
@@ -154,22 +180,42 @@ class Tiers:
         graph, self._chosen = self._chosen, None
         if graph is None:
             return self._run(size)
-        assert self._events is not None
-        self._events.note_pass()
         graphs = self._manager.graphs
         own, graphs[size] = graphs[size], graph
-        self._replaying = True
         try:
-            output = self._run(size)
+            output, served = self._replay(graph, lambda: self._run(size))
         finally:
-            self._replaying = False
             graphs[size] = own
-        if graph.copies.values:
-            self._events.take_copies(graph.copies)
-        if self._events.unserved():
-            self._counts.again += 1
+        if not served:
             self._run_again()
         return output
+
+    def _run_prompts(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """The same where vLLM would run the pieces between attention, in the step's forward context."""
+        graph, self._chosen = self._chosen, None
+        if graph is None:
+            return self._run_pieces(model, inputs)
+        if graph.inputs != addresses(inputs):  # vLLM hands over other buffers than it did
+            return model(**inputs)
+        get_offloader().sync_prev_onload()
+        _, served = self._replay(graph, graph.replay)
+        if served:
+            return graph.output
+        self._again()
+        return model(**inputs)
+
+    def _replay(self, graph: TappedGraph, replay: Callable[[], Any]) -> tuple[Any, bool]:
+        """Replay a graph; returns what that returned, and whether it has shown all that blocks asked for."""
+        assert self._events is not None
+        self._events.note_pass()
+        self._replaying = True
+        try:
+            output = replay()
+        finally:
+            self._replaying = False
+        if graph.copies.values:
+            self._events.take_copies(graph.copies)
+        return output, not self._events.unserved()
 
     def _visit(self, key: tuple[str, str], value: Any) -> None:
         assert self._events is not None
@@ -179,9 +225,8 @@ class Tiers:
     def _run_again(self) -> None:
         """Run the step's forward pass once more, eagerly; its hidden states go where the graph's are."""
         assert self._step is not None
-        assert self._events is not None
         runner, (batch, metadata, slots) = self._runner, self._step
-        self._events.begin_again()
+        self._again()
         tokens = batch.num_tokens_after_padding
         inputs = {
             "input_ids": batch.input_ids,
@@ -201,6 +246,11 @@ class Tiers:
         ):
             hidden = runner.model(**inputs)
         self._manager.hidden_states[: hidden.shape[0]].copy_(hidden)
+
+    def _again(self) -> None:
+        assert self._events is not None
+        self._counts.again += 1
+        self._events.begin_again()
 
     # Capturing.
 
