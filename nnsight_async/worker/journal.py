@@ -1,7 +1,7 @@
 """What blocks wrote during a pass that has to be run once more.
 
 A graph breaks where its blocks were expected to look. If one of them then asks for another location of the same step,
-the pass is run again, without a graph. A decode step bears that: it writes the same keys and values to the same places.
+the pass is run again, without a graph. A step bears that: it writes the same keys and values to the same places.
 Blocks have gone on meanwhile and are not run again; what those that write left behind is put back, each one's own rows,
 when the second pass comes to where they wrote it.
 """

@@ -38,7 +38,7 @@ _SPARE: Final = 1 << 30
 #: Whether steps with prompts in them get graphs too. Not yet run on a GPU, and so not without being asked for.
 _PROMPTS: Final = os.environ.get("NNSIGHT_ASYNC_PROMPT_GRAPHS", "0") == "1"
 #: For how many tokens: with more, the device takes longer than Python does to launch its work.
-_PROMPT_SIZES: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_PROMPT_SIZES: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
 
 
 class Tiers:
