@@ -41,6 +41,7 @@ from nnsight_async.worker.controls import Controls
 from nnsight_async.worker.faces import ModelFace, TracerFace
 from nnsight_async.worker.hooks import Hooks
 from nnsight_async.worker.interleaver import Interleaver
+from nnsight_async.worker.loops import Gatherer
 from nnsight_async.worker.mailbox import Mailbox
 from nnsight_async.worker.mutation import find_mutation
 from nnsight_async.worker.reader import WorkerReader
@@ -56,6 +57,16 @@ hidden = list().save()
 for step in tracer.iter[:]:
     for layer in model.model.layers:
         hidden.append(layer.output[0])
+""",
+        lambda layers: layers,
+    ),
+    "turn by turn": (
+        """
+hidden = list().save()
+for step in tracer.iter[:]:
+    for layer in model.model.layers:
+        hidden.append(layer.output[0])
+        count = step
 """,
         lambda layers: layers,
     ),
@@ -157,10 +168,11 @@ class Worker:
             )
         )
         compiled, mutation = compile_program(program), find_mutation(ast.parse(program.wrapped))
+        gatherer = Gatherer(self.interleaver, lambda: skips.any)
         for number in range(requests):
             namespace: dict[str, Any] = {"__name__": "__nnsight_async_block__"}
             namespace |= {"model": model, "tracer": TracerFace(self.interleaver), "v": torch.ones(width)}
-            namespace |= saving_functions(self.interleaver)
+            namespace |= saving_functions(self.interleaver) | gatherer.functions()
             name = f"request-{number}"
             self.interleaver.blocks[name] = Block(
                 name, compiled, mutation, namespace, Controls(1000, lambda data: {}), None

@@ -17,6 +17,7 @@ from nnsight_async.worker.controls import Controls
 from nnsight_async.worker.faces import ModelFace, TracerFace
 from nnsight_async.worker.hooks import Hooks
 from nnsight_async.worker.interleaver import Interleaver
+from nnsight_async.worker.loops import Gatherer
 from nnsight_async.worker.mutation import find_mutation
 from nnsight_async.worker.reader import WorkerReader
 from nnsight_async.worker.rows import Rows
@@ -33,10 +34,15 @@ class Batch:
 
     def __init__(self) -> None:
         self.root = nn.ModuleDict({name: nn.Identity() for name in "abc"})
+        self.root_ref = ModuleRef(self.root)
+        self.rest: Any = None  # for a test that has loops run block by block
         self.interleaver = Interleaver(lambda key: None)
         modules: dict[str, nn.Module] = dict(self.root.named_modules())
         hooks = Hooks(modules, lambda key, value: None)
-        install_reader(WorkerReader(self.interleaver, hooks, Skips(self.interleaver, Outputs(modules)), nullcontext))
+        skips = Skips(self.interleaver, Outputs(modules))
+        install_reader(WorkerReader(self.interleaver, hooks, skips, nullcontext))
+        self.functions = saving_functions(self.interleaver)
+        self.functions |= Gatherer(self.interleaver, lambda: skips.any).functions()
 
     def add(self, name: str, text: str, **values: Any) -> Block:
         """A request with the block ``text``."""
@@ -48,8 +54,8 @@ class Batch:
             )
         )
         namespace: dict[str, Any] = {"__name__": "__nnsight_async_block__", **values}
-        namespace |= {"model": ModelFace(ModuleRef(self.root), self.interleaver, None), "torch": torch}
-        namespace |= {"tracer": TracerFace(self.interleaver), **saving_functions(self.interleaver)}
+        namespace |= {"model": ModelFace(self.root_ref, self.interleaver, None), "torch": torch}
+        namespace |= {"tracer": TracerFace(self.interleaver), **self.functions}
         mutation = find_mutation(ast.parse(program.wrapped))
         block = Block(name, compile_program(program), mutation, namespace, Controls(100, lambda data: {}))
         self.interleaver.blocks[name] = block

@@ -14,6 +14,7 @@ from types import CodeType
 from nnsight_async.errors import CaptureError
 from nnsight_async.tracing.checks import check_block
 from nnsight_async.tracing.free_names import NestedScopes
+from nnsight_async.tracing.gathers import gather_loops
 from nnsight_async.tracing.holds import hold_views
 from nnsight_async.tracing.liveness import Liveness
 from nnsight_async.tracing.mangle import mangle, mangle_tree
@@ -59,9 +60,9 @@ class CompiledProgram:
 
     The namespace has to hold the values of `program.reads`, and the functions that saves were turned into:
     `__save__(value, names)`, `__save_result__(tracer, names)`, `__save_call__(function, value, names)` and
-    `__save_whole__(function, value, names)`, and `__hold__(value)`, see `holds`. The last two of the saves
-    stand for `function(value)` where `function` may or may not be this package's `save`; the very last must
-    do nothing if it is not.
+    `__save_whole__(function, value, names)`. The last two stand for `function(value)` where `function` may or
+    may not be this package's `save`; the very last must do nothing if it is not. Besides them `__hold__(value)`,
+    see `holds`, and `__gather__`, `__gathered__` and `__rest__`, see `gathers`.
 
     Attributes:
         code: module-level code with the user's own file name and line numbers.
@@ -137,7 +138,7 @@ def compile_program(program: Program) -> CompiledProgram:
     """Compile a program, in a process that has neither its frame nor its file."""
     parsed = _parse(program.wrapped, program.filename, program.first_line, program.class_name)
     kept = parsed.sorted(parsed.saves.certain | parsed.saves.possible)
-    return CompiledProgram(_compile(hold_views(parsed.body), program), program, frozenset(kept))
+    return CompiledProgram(_compile(gather_loops(hold_views(parsed.body)), program), program, frozenset(kept))
 
 
 def source_line(program: Program, lineno: int) -> str:

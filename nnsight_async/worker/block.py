@@ -22,6 +22,7 @@ from nnsight_async.worker.taps import Places
 
 if TYPE_CHECKING:
     from nnsight_async.worker.caching import CacheSpec
+    from nnsight_async.worker.gathering import Gathering
 
 #: A place in a step: a module's path and side, or one of the two places around the sampler.
 Key = tuple[str, str]
@@ -91,6 +92,8 @@ class Block:
         self._only_grow = mutation.only_grow.difference(program.program.reads)
         self.started = False
         self.result: Any = None  # the RequestOutput, once the block has been given it
+        self.gathering: Gathering | None = None  # a loop whose turn, where the block waits, is run without it
+        self.rest: Any = None  # what a comprehension goes on with whose first items were gathered
         self._greenlet = greenlet.greenlet(self._run)
         self._frame: FrameType | None = None  # that of the program, once it had to be looked for
         self._lines: dict[int, str] = {}

@@ -20,6 +20,7 @@ from nnsight_async.worker.block import LOGITS, SAMPLES, Block, Key, RequestOver,
 from nnsight_async.worker.caching import CacheSpec, Caching, chosen_paths, open_cache
 from nnsight_async.worker.copies import Copies
 from nnsight_async.worker.draws import DrawCheck
+from nnsight_async.worker.gathering import Gathering, Plan, take
 from nnsight_async.worker.journal import Journal
 from nnsight_async.worker.keep import Shown
 from nnsight_async.worker.order import Order, missed, name_of
@@ -96,10 +97,14 @@ class Interleaver:
         """
         looked: set[Key] = set()
         programs: set[tuple[Places, bool]] = set()
+        plans: set[Plan] = set()
         for key, blocks in self._waiting.items():
             if self.order.in_pass(key):
                 looked.add(key)
                 programs.update([(block.places, block.noted is block.places.prefill) for block in blocks])
+                plans.update([loop.plan for block in blocks if (loop := block.gathering) is not None])
+        for plan in plans:
+            looked.update(plan.keys)
         for places, prompt in programs:
             expected = places.expected(prompt=prompt)
             if expected is None:
@@ -149,6 +154,18 @@ class Interleaver:
             return
         self.order.come_to(key)
         value = self._enter(key, value)
+        blocks = self._gather(value, blocks)
+        if blocks:
+            self._show(key, value, blocks)
+        if self._noting:
+            writers = [self._rows[block.request_id] for block in blocks if block.edits]
+            self._journal.note(key, list(tensors_of(value)), writers)
+        if captures:
+            self._capture(key, value)
+        self._leave(blocks)
+
+    def _show(self, key: Key, value: Any, blocks: list[Block]) -> None:
+        """Run blocks at a location, each with its own rows."""
         shown = self._shown = Shown(key, value, self._spans_of(blocks), self.slabs)
         for index, block in enumerate(blocks):
             shown.turn(index)
@@ -159,12 +176,57 @@ class Interleaver:
         except Exception as error:  # the memory for it, say: then what they kept is nothing
             for block in blocks:
                 self._end(block, error)
-        if self._noting:
-            writers = [self._rows[block.request_id] for block in blocks if block.edits]
-            self._journal.note(key, list(tensors_of(value)), writers)
-        if captures:
-            self._capture(key, value)
-        self._leave(blocks)
+
+    def _gather(self, value: Any, blocks: list[Block]) -> list[Block]:
+        """Do the turn of the loops at a location that need no block to run; returns the blocks that have to."""
+        loops: dict[tuple[Plan, int], list[Block]] = {}
+        running = []
+        for block in blocks:
+            loop = block.gathering
+            if loop is None:
+                running.append(block)
+            else:
+                loops.setdefault((loop.plan, loop.done), []).append(block)
+        for (plan, done), members in loops.items():
+            try:
+                taken = take(value, plan.form, self._spans_of(members))
+            except Exception as error:  # the memory for it, say
+                for block in members:
+                    self._end(block, error)
+                continue
+            if taken is None:
+                running += members
+                continue
+            values, refs = taken
+            for block, kept in zip(members, values, strict=True):
+                loop = block.gathering
+                assert loop is not None
+                loop.target.append(kept)
+                loop.done = done + 1
+            self.slabs.add(refs)
+            self._go_on(members, plan.keys[done + 1], last=done + 2 == len(plan.keys))
+        return running
+
+    def _go_on(self, blocks: list[Block], key: Key, *, last: bool) -> None:
+        """Have loops wait for their next location; at the ``last`` one, and where it has passed, the blocks run."""
+        at = self.order.at.get(key)
+        if at is None or at[-1] <= self.order.position:
+            for block in blocks:
+                self._run(block)
+            return
+        for block in blocks:
+            waiting = block.waiting
+            assert waiting is not None
+            waiting.key = key
+            if last:
+                block.gathering = None
+            block.noted.add(key)
+        queue = self._waiting.get(key)
+        if queue is not None:
+            queue += blocks
+            return
+        self._need_hook(key)
+        self._waiting[key] = blocks
 
     def _spans_of(self, blocks: list[Block]) -> Spans:
         """Where the rows of blocks are at this point of the step."""
@@ -371,6 +433,20 @@ class Interleaver:
         if at is None or cursor != block.step or at[-1] <= self.order.position:
             self.order.check(block, key)
         return block.park(Waiting(key, cursor))
+
+    def wait_for_all(self, plan: Plan, target: list[Any]) -> int:
+        """Wait until a loop has come to where its block has to run; returns how many of its turns are done."""
+        block = self.running
+        key, shown = plan.keys[0], block.visit
+        at = self.order.at.get(key)
+        if at is None or at[-1] <= self.order.position or (shown is not None and shown.key == key):
+            return 0
+        block.gathering = loop = Gathering(plan, target)
+        try:
+            block.park(Waiting(key, block.cursor))
+        finally:
+            block.gathering = None
+        return loop.done
 
     def replace(self, key: Key, value: Any) -> None:
         """Wait for ``key`` and write ``value`` over the request's rows of it."""

@@ -28,7 +28,7 @@ class Spans:
     ``bounds`` has each one's first row and its last + 1; ``size`` is how many rows a tensor of rows has at least.
     """
 
-    __slots__ = ("_picks", "_sizes", "bounds", "size", "start", "stop")
+    __slots__ = ("_apart", "_newest", "_picks", "_sizes", "bounds", "size", "start", "stop")
 
     def __init__(self, bounds: Sequence[tuple[int, int]], size: int) -> None:
         self.bounds = bounds
@@ -45,6 +45,9 @@ class Spans:
             self._picks[index] = len(self._sizes)
             self._sizes.append(stop - start)
             end = stop
+        own = sum([stop - start for start, stop in bounds])
+        self._apart = 2 * own < self.stop - self.start  # whether most rows between them are others'
+        self._newest: torch.Tensor | None = None
 
     def are_in(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of rows: its first dimension is not shorter than the step."""
@@ -64,6 +67,26 @@ class Spans:
             return (rows,)
         parts = rows.split_with_sizes(self._sizes)
         return [parts[index] for index in self._picks]
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of all requests, as a view with others' rows between them; without those where they are many."""
+        if not self._apart:
+            return self.cut(tensor)
+        return torch.cat([tensor[start:stop] for start, stop in self.bounds])
+
+    def split_rows(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Each request's rows of what :meth:`rows` gave, as views."""
+        if not self._apart:
+            return self.split_cut(rows)
+        return rows.split_with_sizes([stop - start for start, stop in self.bounds])
+
+    def newest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Each request's last row, ``[requests, ...]``; a view where those are all the rows that there are."""
+        if len(self.bounds) == self.stop - self.start and self._picks == list(range(len(self.bounds))):
+            return self.cut(tensor)
+        if self._newest is None or self._newest.device != tensor.device:
+            self._newest = torch.tensor([stop - 1 for _, stop in self.bounds], device=tensor.device)
+        return tensor.index_select(0, self._newest)
 
 
 class Parts(tuple[Any, ...]):

@@ -37,6 +37,7 @@ from nnsight_async.worker.faces import ModelFace, TracerFace
 from nnsight_async.worker.hooks import Hooks, Instead, record
 from nnsight_async.worker.interleaver import Interleaver
 from nnsight_async.worker.layouts import LayoutRecorder
+from nnsight_async.worker.loops import Gatherer
 from nnsight_async.worker.mailbox import Mailbox
 from nnsight_async.worker.programs import NO_PROGRAM, Programs, keep_newest
 from nnsight_async.worker.ranks import Ranks
@@ -83,7 +84,8 @@ class Session:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._vocabulary: int = model_config.get_vocab_size()
         self._result: Any = None  # the RequestOutput that a block is being given
-        self._saving = saving_functions(self.interleaver)
+        gatherer = Gatherer(self.interleaver, lambda: self._skips.any)
+        self._functions = saving_functions(self.interleaver) | gatherer.functions()
         install_reader(WorkerReader(self.interleaver, self._hooks, self._skips, runner.call_context))
         try:
             self._learn(modules, outputs, ranks)
@@ -284,7 +286,7 @@ class Session:
             text = f"{type(error).__name__}: {error}"
             block = Block(request_id, *NO_PROGRAM, namespace, controls)
             block.fail(CaptureError(f"the block and the values it reads could not be rebuilt in the worker: {text}"))
-        namespace.update(self._saving)
+        namespace.update(self._functions)
         return block
 
     def _unpack_live(self, data: bytes) -> dict[str, Any]:

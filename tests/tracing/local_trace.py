@@ -79,6 +79,9 @@ class trace:
             "__save_result__": self.save_result,
             "__save_call__": self.save_call,
             "__save_whole__": self.save_whole,
+            "__gather__": lambda items, *place: items,
+            "__gathered__": self.gathered,
+            "__rest__": lambda: self.rest,
         }
         try:
             exec(self.compiled.code, self.namespace)
@@ -88,6 +91,10 @@ class trace:
     def save(self, value: Any, names: tuple[str, ...]) -> Any:
         self.saved.update(dict.fromkeys(names, value))
         return value
+
+    def gathered(self, items: Any, *place: Any) -> list[Any]:
+        self.rest = items
+        return []
 
     def save_result(self, owner: Any, names: tuple[str, ...]) -> Any:
         self.results.append(names)
