@@ -139,6 +139,8 @@ def test_a_loop_gives_what_it_gives_block_by_block(kind: str, read: str, rows: s
         (EVERY.format("module.nothing.output"), "pair"),
         ("for module in modules[::-1]:\n    kept.append(module.output)\n", "pair"),
         ("for module in [*modules, modules[0]]:\n    kept.append(module.output)\n", "pair"),
+        ("for module in [[1], {}]:\n    kept.append(module.output)\n", "pair"),
+        ("for module in [True, False]:\n    kept.append(modules[module].output)\n", "pair"),
         ("for module in [*modules, 3]:\n    kept.append(module.output)\n", "pair"),
         ("early = modules[1].output\nfor module in modules:\n    kept.append(module.output)\n", "pair"),
         ("for module in modules:\n    missing.append(module.output)\n", "pair"),
@@ -167,6 +169,33 @@ def test_what_is_out_of_the_ordinary_is_as_without_gathering(text: str, kind: st
             assert getattr(block.failure, attribute, None) == getattr(other.failure, attribute, None)
     mine.close()
     own.close()
+
+
+@pytest.mark.parametrize("rows", ["one token each", "in another order", "prompts and others between"])
+def test_loops_beside_blocks_that_read_one_by_one(rows: str) -> None:
+    texts = {
+        "r": "for m in modules:\n    kept.append(m.output[0])\nkept.append(m.output[1])\n",
+        "s": "kept.append(modules[2].output[0])\n",
+        "t": "for m in modules[1:]:\n    kept.append(m.output[0])\n",
+    }
+    places, tokens = ROWS[rows]
+    for order in ("rst", "srt", "tsr"):
+        batch = Batch()
+        batch.interleaver.order.learn([(name, side) for name in "abc" for side in ("in", "out")])
+        modules = [batch.root_ref.at(name) for name in "abc"]
+        for name in order:
+            batch.add(name, texts[name], kept=[], modules=modules)
+        values = _values("pair", tokens)
+        expected = {
+            name: [values[path][0][slice(*places[name])].clone() for path in paths]
+            for name, paths in {"r": "abc", "s": "c", "t": "bc"}.items()
+        }
+        expected["r"].append(values["c"][1][slice(*places["r"])].clone())
+        batch.step(values, {name: places[name] for name in order}, tokens)
+        for name, block in batch.interleaver.blocks.items():
+            assert block.failure is None
+            assert _same(block.namespace["kept"], expected[name])
+        batch.close()
 
 
 def test_a_location_that_is_not_reached_is_told_at_the_line_that_reads_it() -> None:
@@ -250,6 +279,10 @@ def test_which_loops_are_found(text: str, expected: list[Any]) -> None:
         "for x in layers:\n    h.append(x.inputs)",
         "for x in layers:\n    h.append(x.logits)",
         "for x in layers:\n    h.append(x[x].output)",
+        "for x in layers:\n    h.append(x.output.output)",
+        "for x in layers:\n    h.append(x.source.call_1.output)",
+        "for i in range(3):\n    h.append(m.output[i].output)",
+        "for i in range(3):\n    h.append(i.layers[i].output)",
         "for x in layers:\n    h.append(f(x).layers[x].output)",
         "for x in layers:\n    h.append(sum(x.output, 3))",
         "for x in layers:\n    h.append(x.output.clone(memory_format=f))",

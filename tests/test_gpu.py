@@ -263,6 +263,49 @@ def test_a_cache_of_every_layer_is_what_blocks_read(gpu: VLLM) -> None:
                 assert torch.equal(entry[step].output[1], residual)
 
 
+def test_loops_that_only_collect(gpu: VLLM) -> None:
+    """What is gathered for all requests at once is what each reads turn by turn, prompts and single tokens together."""
+    model = gpu
+    layers = model.model.layers
+    with model.trace(temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+        for number in range(8):
+            with tracer.invoke(list(range(500, 503 + 5 * number))):
+                whole, last, summed = list().save(), list().save(), list().save()
+                turns = list().save()
+                for step in tracer.iter[:4]:
+                    if number % 2 == 0:
+                        for layer in layers:
+                            whole.append(layer.output[0])
+                    elif number % 4 == 1:
+                        last.append([layer.mlp.output[-1] for layer in layers])
+                    else:
+                        for layer in layers:
+                            summed.append(layer.output[0] + layer.output[1])
+                    turns.append(step)
+    with model.trace(temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+        for number in range(8):
+            with tracer.invoke(list(range(500, 503 + 5 * number))):
+                own = list().save()
+                for step in tracer.iter[:4]:
+                    together = []
+                    for layer in iter(layers):
+                        if number % 2 == 0:
+                            together.append(layer.output[0])
+                        elif number % 4 == 1:
+                            together.append(layer.mlp.output[-1])
+                        else:
+                            together.append(layer.output[0] + layer.output[1])
+                    own.append(together)
+    for number in range(8):
+        kept = whole[number] + summed[number] + [row for rows in last[number] for row in rows]
+        expected = [value for values in own[number] for value in values]
+        assert turns[number] == [0, 1, 2, 3]
+        assert len(kept) == len(expected) == 4 * len(layers)
+        for mine, other in zip(kept, expected, strict=True):
+            assert mine.shape == other.shape
+            assert _close(mine, other)
+
+
 def test_messages_to_a_running_request(gpu: VLLM) -> None:
     model = _asynchronous(gpu)
     plain = _greedy(gpu, 40)

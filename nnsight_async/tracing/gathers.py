@@ -13,6 +13,7 @@ import ast
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from nnsight_async.tracing.chains import MODULE_LOCATIONS
 from nnsight_async.tracing.holds import HOLD
 
 __all__ = ["GATHER", "GATHERED", "LAST_ROW", "REST", "gather_loops"]
@@ -28,6 +29,8 @@ REST: Final = "__rest__"
 #: The subscript ``-1:``.
 LAST_ROW: Final = "-1:"
 
+#: Attributes of a module reference that are never the child of that name.
+_NO_CHILD: Final = MODULE_LOCATIONS | {"source", "skip"}
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -141,28 +144,26 @@ def _location(node: ast.expr, item: str) -> _Place | None:
             side = "out" if attribute == "output" else "in"
         case _:
             return None
-    names: list[str] = []
-    module = _plain(module)
-    while isinstance(module, ast.Attribute):
-        names.insert(0, module.attr)
-        module = _plain(module.value)
+    root, names = _chain(module)
     path = ".".join(names)
-    match module:
+    match root:
         case ast.Name(id=name) if name == item:
             return _Place("", path, side)
         case ast.Subscript(value=whole, slice=ast.Name(id=name)) if name == item:
-            base = _dotted(whole)
-            return None if base is None or base.partition(".")[0] == item else _Place(base, path, side)
+            root, names = _chain(whole)
+            if isinstance(root, ast.Name) and root.id != item:
+                return _Place(".".join([root.id, *names]), path, side)
     return None
 
 
-def _dotted(node: ast.expr) -> str | None:
+def _chain(node: ast.expr) -> tuple[ast.expr, list[str]]:
+    """What a chain of modules' names begins at, and the names."""
     names: list[str] = []
     node = _plain(node)
-    while isinstance(node, ast.Attribute):
+    while isinstance(node, ast.Attribute) and node.attr not in _NO_CHILD:
         names.insert(0, node.attr)
         node = _plain(node.value)
-    return ".".join([node.id, *names]) if isinstance(node, ast.Name) else None
+    return node, names
 
 
 def _plain(node: ast.expr) -> ast.expr:

@@ -226,7 +226,7 @@ class Interleaver:
             queue += blocks
             return
         self._need_hook(key)
-        self._waiting[key] = blocks
+        self._waiting[key] = list(blocks)
 
     def _spans_of(self, blocks: list[Block]) -> Spans:
         """Where the rows of blocks are at this point of the step."""

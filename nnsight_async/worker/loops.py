@@ -71,17 +71,16 @@ class Gatherer:
 
     def _plan(self, items: tuple[Any, ...], namespace: dict[str, Any], base: str, path: str, form: Form) -> Plan | None:
         whole = _find(namespace, base) if base else None
-        if base and whole is None:
+        expected: type = ModuleRef if not base else int
+        if (base and whole is None) or not all(type(item) is expected for item in items):
             return None
         known = (items, whole, path, form)
         plan = self._plans.get(known)
         if plan is None:
             try:
                 modules = items if whole is None else [whole[item] for item in items]
-                if not all(isinstance(module, ModuleRef) for module in modules):
-                    return None
                 paths = [module.at(path)._path for module in modules]
-            except (NnsightAsyncError, TypeError):
+            except NnsightAsyncError:
                 return None  # then the loop itself is told, where it comes to it
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
