@@ -286,7 +286,7 @@ def test_loops_that_only_collect(gpu: VLLM) -> None:
         for number in range(8):
             with tracer.invoke(list(range(500, 503 + 5 * number))):
                 own = list().save()
-                for step in tracer.iter[:4]:
+                for _ in tracer.iter[:4]:
                     together = []
                     for layer in iter(layers):
                         if number % 2 == 0:
