@@ -220,8 +220,8 @@ def tell(name, call):
         told.append(f"{name}: {error}")
 
 def trace():
-    with model.trace("One two", max_tokens=400, ignore_eos=True):
-        for _ in range(400):
+    with model.trace("One two", max_tokens=400, ignore_eos=True) as tracer:
+        for _ in tracer.all():
             time.sleep(0.1)
             logits = model.logits.save()
 
