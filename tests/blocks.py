@@ -26,14 +26,14 @@ from nnsight_async.worker.skips import Outputs, Skips
 
 
 class Batch:
-    """The blocks of a batch, over a model whose children are ``a``, ``b`` and ``c``.
+    """The blocks of a batch, over a model whose children are ``a``, ``b`` and ``c``, and those in ``more``.
 
     A step is :meth:`step`: it is given each location's value, and writes over the values' memory once it has been
     visited, as an engine may.
     """
 
-    def __init__(self) -> None:
-        self.root = nn.ModuleDict({name: nn.Identity() for name in "abc"})
+    def __init__(self, more: dict[str, nn.Module] | None = None) -> None:
+        self.root = nn.ModuleDict({**{name: nn.Identity() for name in "abc"}, **(more or {})})
         self.root_ref = ModuleRef(self.root)
         self.rest: Any = None  # for a test that has loops run block by block
         self.interleaver = Interleaver(lambda key: None)

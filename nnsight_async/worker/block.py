@@ -23,6 +23,7 @@ from nnsight_async.worker.taps import Places
 if TYPE_CHECKING:
     from nnsight_async.worker.caching import CacheSpec
     from nnsight_async.worker.gathering import Gathering
+    from nnsight_async.worker.joined import Call, Result
 
 #: A place in a step: a module's path and side, or one of the two places around the sampler.
 Key = tuple[str, str]
@@ -92,6 +93,8 @@ class Block:
         self._only_grow = mutation.only_grow.difference(program.program.reads)
         self.started = False
         self.result: Any = None  # the RequestOutput, once the block has been given it
+        self.calling: Call | None = None  # what it waits for where it waits for a call that others make as well
+        self.again: tuple[Key, Any] | None = None  # what it was shown before that, in memory of its own by now
         self.gathering: Gathering | None = None  # a loop whose turn, where the block waits, is run without it
         self.rest: Any = None  # what a comprehension goes on with whose first items were gathered
         self._greenlet = greenlet.greenlet(self._run)
@@ -109,6 +112,18 @@ class Block:
         self.has_waited = True
         return self._greenlet.parent.switch()  # to what resumed it
 
+    def join(self, call: Call) -> Result | None:
+        """Called in the block: wait until a call has been run with others; None where the block is to run it itself."""
+        if self.visit is not None:
+            for tensor in tensors_of((call.args, call.kwargs)):
+                self.visit.hand_out(tensor)
+        self.calling = call
+        try:
+            result: Result | None = self._greenlet.parent.switch()
+        finally:
+            self.calling = None
+        return result
+
     def resume(self, value: Any = None, visit: Shown | None = None) -> None:
         """Called on the forward thread: run the block until it waits again or ends.
 
@@ -120,10 +135,17 @@ class Block:
         self._greenlet.parent = greenlet.getcurrent()
         self._greenlet.switch(value if visit is None else visit.value)
         while visit is not None:
+            calling = self.calling
+            if calling is not None:
+                self.again = visit.key, visit.value  # it may go on with it when the call has been run
             self.visit = visit.value = None  # the last reference to the value that is not the block's own
             if not visit.held() or self._release(visit) or self.ended:
                 return
             visit.undo()
+            if calling is not None and self.again is not None:  # then it runs the call itself, now
+                self.visit, visit.value, self.again = visit, self.again[1], None
+                self._greenlet.switch(None)
+                continue
             self.throw(
                 HeldViewError(
                     "a view of the value just read is held where it cannot be kept safe from being overwritten "

@@ -21,6 +21,7 @@ from nnsight_async.worker.caching import CacheSpec, Caching, chosen_paths, open_
 from nnsight_async.worker.copies import Copies
 from nnsight_async.worker.draws import DrawCheck
 from nnsight_async.worker.gathering import Gathering, Plan, take
+from nnsight_async.worker.joined import Joiner
 from nnsight_async.worker.journal import Journal
 from nnsight_async.worker.keep import Shown
 from nnsight_async.worker.order import Order, missed, name_of
@@ -53,6 +54,8 @@ class Interleaver:
         self._again = False  # whether it is being run again
         self.caching = Caching()
         self.slabs = Slabs()
+        self.joiner = Joiner()
+        self._joining = False
         self._shown: Shown | None = None
         self._spans: tuple[list[Block], Spans] | None = None
 
@@ -167,6 +170,7 @@ class Interleaver:
     def _show(self, key: Key, value: Any, blocks: list[Block]) -> None:
         """Run blocks at a location, each with its own rows."""
         shown = self._shown = Shown(key, value, self._spans_of(blocks), self.slabs)
+        self._joining = len(blocks) > 1 and self._ranks is None and key[1] in ("in", "out")
         for index, block in enumerate(blocks):
             shown.turn(index)
             self._run(block, shown)
@@ -176,6 +180,28 @@ class Interleaver:
         except Exception as error:  # the memory for it, say: then what they kept is nothing
             for block in blocks:
                 self._end(block, error)
+        if self._joining:
+            self._run_calls(blocks)
+
+    def _run_calls(self, blocks: list[Block]) -> None:
+        """Run the calls that blocks have parked in, those of a kind together, until none is left."""
+        calling = [block for block in blocks if block.calling is not None]
+        began = list(calling)
+        while calling:
+            self._joining = len(calling) > 1
+            calls = [block.calling for block in calling if block.calling is not None]
+            for group in self.joiner.groups(calls):
+                self._running = calling[group[0]]  # what is called is called by a block, and no visit
+                try:
+                    results = self.joiner.run([calls[place] for place in group])
+                finally:
+                    self._running = None
+                for place, result in zip(group, results, strict=True):
+                    self._run(calling[place], value=result)
+            calling = [block for block in calling if block.calling is not None]
+        for block in began:
+            block.again = None
+        self._joining = False
 
     def _gather(self, value: Any, blocks: list[Block]) -> list[Block]:
         """Do the turn of the loops at a location that need no block to run; returns the blocks that have to."""
@@ -417,6 +443,14 @@ class Interleaver:
         """Whether the model is on one rank."""
         return self._ranks is None
 
+    @property
+    def joining(self) -> bool:
+        """Whether other blocks may be about to make the same call as the running one, which then may wait for them.
+
+        One that edits may not: what it has been shown is not live any more when it goes on.
+        """
+        return self._joining and not self.running.edits
+
     def splits(self, key: Key) -> bool:
         """Whether each rank has only its part of a location's value."""
         return self._ranks is not None and self._ranks.splits(key)
@@ -426,9 +460,11 @@ class Interleaver:
         block = self._running
         if block is None:
             block = self.running  # raises
-        shown, cursor = block.visit, block.cursor
+        shown, again, cursor = block.visit, block.again, block.cursor
         if shown is not None and shown.key == key and cursor == block.step:
             return shown.value
+        if again is not None and again[0] == key and cursor == block.step:
+            return again[1]
         at = self.order.at.get(key)
         if at is None or cursor != block.step or at[-1] <= self.order.position:
             self.order.check(block, key)

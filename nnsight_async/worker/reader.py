@@ -103,7 +103,11 @@ class WorkerReader:
         return self._call(method, args, kwargs)
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        _ = self._interleaver.running  # outside a block the call would be taken for the forward pass's own
+        block = self._interleaver.running  # outside a block the call would be taken for the forward pass's own
+        if self._interleaver.joining:
+            joined = self._interleaver.joiner.call(function, args, kwargs, self._context)
+            if joined is not None and (result := block.join(joined)) is not None:
+                return result.value
         self._interleaver.settle()  # a layer may write into memory that it shares with others
         return call(function, args, kwargs, self._context)
 
