@@ -349,6 +349,29 @@ def test_modules_called_in_a_block(gpu: VLLM) -> None:
         assert (mine.float() - theirs.float()).abs().max() / scale < 0.02  # bfloat16, the norm fused or not
 
 
+def test_calls_that_are_run_together(gpu: VLLM) -> None:
+    model = gpu
+
+    def lens(numbers: list[int]) -> list[list[torch.Tensor]]:
+        with model.trace(temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+            for number in numbers:
+                with tracer.invoke(list(range(700 + number, 710 + 3 * number))):
+                    kept = list().save()
+                    for _ in tracer.iter[:3]:
+                        stream = sum(model.model.layers[20].output)
+                        kept.append(stream)
+                        kept.append(model.logits_processor(model.lm_head, model.model.norm(stream)[-1:]))
+                        kept.append(model.model.layers[20].output[1])
+        return [kept] if len(numbers) == 1 else list(kept)
+
+    together = lens(list(range(12)))
+    for number in (0, 5, 11):
+        (alone,) = lens([number])
+        assert len(alone) == len(together[number]) == 9
+        for mine, own in zip(together[number], alone, strict=True):
+            assert _close(mine, own)
+
+
 def test_skipping_a_module(gpu: VLLM) -> None:
     model = gpu
     with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
