@@ -100,6 +100,8 @@ format: setup
 	@$(VENV)/bin/ruff check --fix .
 
 bench: setup models
+	@echo "bench: installing matplotlib, for the plots (seconds)"
+	@$(PYTHON) -m pip --no-input --disable-pip-version-check install $(PIP_ARGS) -e '.[bench]' >>$(LOG) 2>&1
 	@echo "bench: all benchmarks (many minutes)"
 	@$(PYTHON) -m benchmarks.run
 	@$(PYTHON) -m benchmarks.mailbox

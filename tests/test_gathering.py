@@ -41,7 +41,7 @@ def _values(kind: str, tokens: int) -> dict[str, Any]:
     return {name: (tensor(), tensor()) for name in "abc"}
 
 
-def _run(text: str, kind: str, rows: str, *, gather: bool, steps: int = 2, more: dict[str, Any] | None = None) -> Batch:
+def _run(text: str, kind: str, rows: str, *, gather: bool, steps: int = 2) -> Batch:
     places, tokens = ROWS[rows]
     batch = Batch()
     if not gather:
@@ -49,7 +49,7 @@ def _run(text: str, kind: str, rows: str, *, gather: bool, steps: int = 2, more:
     batch.interleaver.order.learn([(name, side) for name in "abc" for side in ("in", "out")])
     modules = [batch.root_ref.at(name) for name in "abc"]
     for name in places:
-        batch.add(name, text, kept=[], modules=modules, **(more or {}))
+        batch.add(name, text, kept=[], modules=modules, root=batch.root_ref)
     for _ in range(steps):
         batch.step(_values(kind, tokens), places, tokens)
     return batch
@@ -135,6 +135,19 @@ def test_a_loop_gives_what_it_gives_block_by_block(kind: str, read: str, rows: s
         (EVERY.format("module.output[0] + module.output[7]"), "pair"),
         (EVERY.format("module.output[0][0]"), "tensor"),
         (EVERY.format("module.output[7]"), "tensor"),
+        (EVERY.format("module.output.clone()"), "pair"),
+        (
+            "try:\n    for m in modules:\n        kept.append(m.output.clone())\n"
+            "except AttributeError:\n    kept.append(7)\n    for m in modules:\n        kept.append(m.output[1])\n",
+            "pair",
+        ),
+        ("for m in (modules[0], modules[0], modules[2]):\n    kept.append(m.output[0])\n", "pair"),
+        ("kept.append([root[i].output[0] for i in (0, 1, 1, 2, 2)])\n", "pair"),
+        ("for m in [modules[1]] * 3:\n    kept.append(m.output[0])\n", "pair"),
+        ("for i in range(10**20):\n    kept.append(root[i].output[0])\n", "pair"),
+        ("for i in range(3):\n    kept.append(root[i].output[0])\n", "pair"),
+        ("for i in range(2, -10**9, -1):\n    kept.append(root[i].output[0])\n", "pair"),
+        ("kept.append([sum(sum.output) for sum in modules])\n", "pair"),
         (EVERY.format("sum(module.output)"), "tensor"),
         (EVERY.format("module.nothing.output"), "pair"),
         ("for module in modules[::-1]:\n    kept.append(module.output)\n", "pair"),
@@ -243,15 +256,21 @@ def _gathered(text: str) -> list[list[Any]]:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("for x in layers:\n    h.append(x.output)", ["h", "", "", "out", (), ()]),
+        ("for x in layers:\n    h.append(x.output)", ["h", "", "", "out", (), (), False]),
         (
             "for x in layers:\n    h.append(x.self_attn.o_proj.input[-1])",
-            ["h", "", "self_attn.o_proj", "in", (-1,), ()],
+            ["h", "", "self_attn.o_proj", "in", (-1,), (), False],
         ),
-        ("for i in range(9):\n    h.append(m.layers[i].mlp.output[0])", ["h", "m.layers", "mlp", "out", (0,), ()]),
-        ("h = [sum(x.output)[-1:] for x in layers]", ["", "", "out", ("-1:",), (None,)]),
-        ("f(g([x.output[0].clone() for x in layers]))", ["", "", "out", (0,), ()]),
-        ("if a:\n    while b:\n        for x in y():\n            h.append(x.output)", ["h", "", "", "out", (), ()]),
+        (
+            "for i in range(9):\n    h.append(m.layers[i].mlp.output[0])",
+            ["h", "m.layers", "mlp", "out", (0,), (), False],
+        ),
+        ("h = [sum(x.output)[-1:] for x in layers]", ["", "", "out", ("-1:",), (None,), False]),
+        ("f(g([x.output[0].clone() for x in layers]))", ["", "", "out", (0,), (), False]),
+        (
+            "if a:\n    while b:\n        for x in y():\n            h.append(x.output)",
+            ["h", "", "", "out", (), (), False],
+        ),
     ],
 )
 def test_which_loops_are_found(text: str, expected: list[Any]) -> None:
@@ -277,6 +296,8 @@ def test_which_loops_are_found(text: str, expected: list[Any]) -> None:
         "for x in layers:\n    h.append(x.output[0][0][0])",
         "for x in layers:\n    h.append(x().output)",
         "for x in layers:\n    h.append(x.inputs)",
+        "for x in layers:\n    h.append(x.output.clone()[0])",
+        "for sum in layers:\n    h.append(sum(sum.output))",
         "for x in layers:\n    h.append(x.logits)",
         "for x in layers:\n    h.append(x[x].output)",
         "for x in layers:\n    h.append(x.output.output)",

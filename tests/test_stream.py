@@ -178,6 +178,22 @@ def _streaming(model: VLLM, nbytes: int, steps: int) -> Any:
     return tracer
 
 
+async def _failing(model: VLLM) -> None:
+    """A stream whose block fails when it has sent something; the error is caught where the tracer is known."""
+    with model.trace(PROMPT, temperature=0.0, max_tokens=8) as tracer:
+        big = list().save()
+        for step in tracer.iter[:8]:
+            big.append(torch.zeros(1 << 18))
+            if step == 2:
+                raise KeyError(step)
+    try:
+        async for output in tracer.backend:
+            assert len(output.saves["big"]) == output.step + 1
+        raise AssertionError("no error came")
+    except KeyError:
+        pass
+
+
 async def test_memory_goes_with_the_last_reference_and_not_with_the_collector(amodel: VLLM) -> None:
     model = amodel
     gc.collect()
@@ -212,6 +228,10 @@ async def test_memory_goes_with_the_last_reference_and_not_with_the_collector(am
                 if output.step == 3:
                     break
         del output, tracer, stream
+        assert (await _quiet(model)).shared_bytes == before.shared_bytes
+
+        for _ in range(3):
+            await _failing(model)
         assert (await _quiet(model)).shared_bytes == before.shared_bytes
     finally:
         gc.enable()

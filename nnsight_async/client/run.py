@@ -61,8 +61,9 @@ class Run:
         try:
             await invoke.run(self._model._connection)
         finally:
-            if invoke.error is not None:
+            if invoke.error is not None and self._keeps_last:
                 self.stream.put(invoke.error)
+                invoke.error = None  # whoever is told of it has frames that lead here, and it leads to the frames
             for loop in invoke.cut_short:
                 self.stream.put(loop)
             self.stream.ended()

@@ -268,11 +268,18 @@ class Tracer:
         write_back(self._frame, self.saves)
         for loop in itertools.chain.from_iterable(invoke.cut_short for invoke in self._invokes):
             loop.emit()
-        errors = [invoke.error for invoke in self._invokes if invoke.error is not None]
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"another invoke failed as well: {type(other).__name__}: {other}")
-            raise errors[0]
+        first: BaseException | None = None
+        for invoke in self._invokes:
+            error, invoke.error = invoke.error, None  # it is going to lead to frames that lead to the invoke
+            if first is None:
+                first = error
+            elif error is not None:
+                first.add_note(f"another invoke failed as well: {type(error).__name__}: {error}")
+        if first is not None:
+            try:
+                raise first
+            finally:
+                del first, error
 
     @property
     def saves(self) -> dict[str, Any]:

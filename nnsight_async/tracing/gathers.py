@@ -10,7 +10,7 @@ the last to the loop; where it cannot, it gives the loop all there is. ``[layer.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from nnsight_async.tracing.chains import MODULE_LOCATIONS
@@ -18,10 +18,11 @@ from nnsight_async.tracing.holds import HOLD
 
 __all__ = ["GATHER", "GATHERED", "LAST_ROW", "REST", "gather_loops"]
 
-#: ``__gather__(items, name, base, path, side, subscripts, added)``: appends to the list that the variable ``name`` is;
-#: returns the items that are left for the loop. Item by item, the module is the item itself, or ``base[item]`` where
-#: ``base`` is not empty, and ``path`` below that; ``subscripts`` are what its value is subscripted with. ``added``, if
-#: not empty, are the items of the value that are added up, or ``(None,)`` for all, before that.
+#: ``__gather__(items, name, base, path, side, subscripts, added, cloned)``: appends to the list that the variable
+#: ``name`` is; returns the items that are left for the loop. Item by item, the module is the item itself, or
+#: ``base[item]`` where ``base`` is not empty, and ``path`` below that; ``subscripts`` are what its value is subscripted
+#: with. ``added``, if not empty, are the items of the value that are added up, or ``(None,)`` for all, before that.
+#: ``cloned`` says that ``clone()`` is called on the value itself, which then has to be a tensor.
 GATHER: Final = "__gather__"
 #: The same with a new list, which it returns; what is left is what ``__rest__()`` returns.
 GATHERED: Final = "__gathered__"
@@ -44,9 +45,10 @@ class _Place:
     side: str
     subscripts: tuple[int | str, ...] = ()
     added: tuple[int | None, ...] = ()
+    cloned: bool = False
 
     def arguments(self) -> list[Any]:
-        return [self.base, self.path, self.side, self.subscripts, self.added]
+        return [self.base, self.path, self.side, self.subscripts, self.added, self.cloned]
 
 
 def gather_loops(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -101,8 +103,9 @@ def _place(node: ast.expr, item: str) -> _Place | None:
     """What ``node`` reads of each item, if that is all that it does."""
     match _plain(node):
         case ast.Call(func=ast.Attribute(value=inner, attr="clone"), args=[], keywords=[]):
-            return _place(inner, item)  # what is kept is a copy anyway
-        case ast.Call(func=ast.Name(id="sum"), args=[whole], keywords=[]):
+            place = _place(inner, item)  # what is kept is a copy anyway
+            return place if place is None or place.subscripts or place.added else replace(place, cloned=True)
+        case ast.Call(func=ast.Name(id="sum"), args=[whole], keywords=[]) if item != "sum":
             place = _location(whole, item)
             return None if place is None else _Place(place.base, place.path, place.side, added=(None,))
         case ast.BinOp(left=left, op=ast.Add(), right=right):
@@ -115,9 +118,9 @@ def _place(node: ast.expr, item: str) -> _Place | None:
             return None
         case ast.Subscript(value=inner, slice=index):
             place, subscript = _place(inner, item), _subscript(index)
-            if place is None or subscript is None or len(place.subscripts) > 1:
+            if place is None or subscript is None or place.cloned or len(place.subscripts) > 1:
                 return None
-            return _Place(place.base, place.path, place.side, (*place.subscripts, subscript), place.added)
+            return replace(place, subscripts=(*place.subscripts, subscript))
         case other:
             return _location(other, item)
 

@@ -148,9 +148,9 @@ class Block:
                 continue
             self.throw(
                 HeldViewError(
-                    "a view of the value just read is held where it cannot be kept safe from being overwritten "
-                    "(in the middle of an expression, or in an object of a type of its own); assign it to a variable, "
-                    "or clone() it, before reading the next location"
+                    "a view of the value just read is held where it cannot be kept safe from being overwritten (in the "
+                    "middle of an expression, in a comprehension of a function that the block calls, or in an object "
+                    "of a type of its own); clone() it, or assign it to a variable, before reading the next location"
                 )
             )
 

@@ -32,6 +32,7 @@ class Form:
     side: str
     subscripts: tuple[int | str, ...]
     added: tuple[int | None, ...]
+    cloned: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,6 +65,8 @@ def take(value: Any, form: Form, spans: Spans) -> tuple[Sequence[Any], Refs] | N
             return None
         value = args[0]
     if type(value) is tuple and not form.subscripts and not form.added:
+        if form.cloned:
+            return None
         columns = [column for term in value if (column := _column([term], (), spans)) is not None]
         if not value or len(columns) < len(value):
             return None

@@ -20,7 +20,7 @@ class Gatherer:
     def __init__(self, interleaver: Interleaver, skipping: Callable[[], bool]) -> None:
         self._interleaver = interleaver
         self._skipping = skipping
-        self._plans: dict[Hashable, Plan] = {}
+        self._plans: dict[Hashable, Plan | None] = {}
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The functions by the names that the compiler uses."""
@@ -53,18 +53,19 @@ class Gatherer:
         side: str,
         subscripts: tuple[int | str, ...],
         added: tuple[int | None, ...],
+        cloned: bool,
     ) -> Any:
         """Wait until the list has all but the last; returns what is left, or ``items`` where there is no such way."""
         interleaver = self._interleaver
         block = interleaver.running
-        if type(items) not in (ModuleRef, list, tuple, range) or len(items) < 2:
+        each = _turns(items)
+        if len(each) < 2:
             return items
         if not interleaver.alone or self._skipping() or block.cursor != block.step:
             return items
         if added == (None,) and block.namespace.get("sum", builtins.sum) is not builtins.sum:
             return items
-        each = tuple(items)
-        plan = self._plan(each, block.namespace, base, path, Form(side, subscripts, added))
+        plan = self._plan(each, block.namespace, base, path, Form(side, subscripts, added, cloned))
         if plan is None:
             return items
         return each[interleaver.wait_for_all(plan, target) :]
@@ -75,20 +76,29 @@ class Gatherer:
         if (base and whole is None) or not all(type(item) is expected for item in items):
             return None
         known = (items, whole, path, form)
-        plan = self._plans.get(known)
-        if plan is None:
-            try:
-                modules = items if whole is None else [whole[item] for item in items]
-                paths = [module.at(path)._path for module in modules]
-            except NnsightAsyncError:
-                return None  # then the loop itself is told, where it comes to it
+        if known not in self._plans:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[known] = Plan(tuple((each, form.side) for each in paths), form)
-        return plan
+            try:
+                modules = items if whole is None else [whole[item] for item in items]
+                keys = tuple([(module.at(path)._path, form.side) for module in modules])
+            except NnsightAsyncError:
+                return None  # then the loop itself is told, where it comes to it
+            # A location that is there twice is once where the block has just been, or in a later call of its module.
+            self._plans[known] = Plan(keys, form) if len(set(keys)) == len(keys) else None
+        return self._plans[known]
 
 
+#: Loops of more turns, or ranges of larger numbers, are run turn by turn.
+_MOST_TURNS: Final = 4096
 _MOST_PLANS: Final = 1024
+
+
+def _turns(items: Any) -> tuple[Any, ...]:
+    """What a loop goes over, if it can be known without running anything and is not too much."""
+    if type(items) is range:
+        return tuple(items) if all(-1 <= end <= _MOST_TURNS for end in (items.start, items.stop)) else ()
+    return tuple(items) if type(items) in (ModuleRef, list, tuple) and len(items) <= _MOST_TURNS else ()
 
 
 def _find(namespace: dict[str, Any], dotted: str) -> ModuleRef | None:
