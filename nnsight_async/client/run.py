@@ -61,7 +61,7 @@ class Run:
         try:
             await invoke.run(self._model._connection)
         finally:
-            if invoke.error is not None and self._keeps_last:
+            if invoke.error is not None and self._streamed:
                 self.stream.put(invoke.error)
                 invoke.error = None  # whoever is told of it has frames that lead here, and it leads to the frames
             for loop in invoke.cut_short:
